@@ -9,7 +9,7 @@ from engine.files import read_json_if_there
 
 
 def eos_ids(directory: Path) -> tuple[int, ...]:
-    """Return the end-of-reply ids of a checkpoint's generation_config.json and config.json, each id once."""
+    """Returns the end-of-reply ids of a checkpoint's generation_config.json and config.json, each id once."""
     ids: list[int] = []
     for path in (directory / "generation_config.json", directory / "config.json"):
         raw = read_json_if_there(path)

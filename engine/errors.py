@@ -32,12 +32,12 @@ class EngineDead(EngineError):
 
 
 def how_to_install(extra: str) -> str:
-    """Return a phrase with the command that installs an extra, and the folder in which the command must run."""
+    """Returns a phrase with the command that installs an extra, and the folder in which the command must run."""
     return f"pip install '.[{extra}]' in the folder of minitui"
 
 
 def not_installed(what: str, error: ImportError, extra: str) -> str:
-    """Return a sentence that says which package the feature `what` needs and how to install it."""
+    """Returns a sentence that says which package the feature `what` needs and how to install it."""
     package = (error.name or "a package").partition(".")[0]
     return f"{what} needs {package}, which is not installed: {how_to_install(extra)}"
 
@@ -47,7 +47,7 @@ class DeviceLost(RuntimeError):
 
 
 def loses_device(error: BaseException) -> bool:
-    """Return True if this error means that the device is lost. After most CUDA errors, no further call succeeds."""
+    """Returns True if this error means that the device is lost. After most CUDA errors, no further call succeeds."""
     if not isinstance(error, RuntimeError):
         return False  # the text of other errors may contain "CUDA error" by chance
     return isinstance(error, DeviceLost) or "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"

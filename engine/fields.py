@@ -24,11 +24,11 @@ class Fields:
         self._where = where
 
     def refuse(self, key: str, must: str) -> CheckpointError:
-        """Return the error for a field with a wrong value."""
+        """Returns the error for a field with a wrong value."""
         return CheckpointError(f"{self.path} has {key} = {shown(self.raw.get(key))}{self._where}: it must be {must}")
 
     def count(self, key: str, default: int | None = None, least: int = 1, most: int = INT32_MAX) -> int:
-        """Return a whole number. Raises CheckpointError if there is neither a value nor a default."""
+        """Returns a whole number. Raises CheckpointError if there is neither a value nor a default."""
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.refuse(key, f"a whole number {f'above {least - 1}' if least else 'of 0 or more'}")
@@ -44,7 +44,7 @@ class Fields:
         open_low: bool = False,
         most: float = LARGEST_NUMBER,
     ) -> float:
-        """Return a finite number from `least` to `most`. With `open_low`, `least` itself is refused."""
+        """Returns a finite number from `least` to `most`. With `open_low`, `least` itself is refused."""
         value = self._value(key, default)
         try:
             fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -61,14 +61,14 @@ class Fields:
         return None if self.raw.get(key) is None else self.number(key, open_low=open_low, most=most)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return true or false; `default` if the field is absent."""
+        """Returns true or false; `default` if the field is absent."""
         value = self._value(key, default)
         if not isinstance(value, bool):
             raise self.refuse(key, "true or false")
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """Return the ids of a field (one id or a list), in order and without duplicates; () if it is absent."""
+        """Returns the ids of a field (one id or a list), in order and without duplicates; () if it is absent."""
         value = self.raw.get(key)
         if value is None:
             return ()
@@ -86,7 +86,7 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """Return the value of a field as one short line for an error message."""
+    """Returns the value of a field as one short line for an error message."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -95,6 +95,6 @@ def shown(value: Any) -> str:
 
 
 def listed(names: list[str], most: int = LISTED_AT_MOST) -> str:
-    """Return names as text for an error message: the first `most` names, and the number of the others."""
+    """Returns names as text for an error message: the first `most` names, and the number of the others."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")

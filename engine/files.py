@@ -31,7 +31,7 @@ TOKENIZER_BYTES = 256 << 20  # the largest published tokenizer.json takes 34 MB
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Return the contents of a regular file of at most `most` bytes.
+    """Returns the contents of a regular file of at most `most` bytes.
 
     Raises FileNotFoundError if the file does not exist, and CheckpointError if it is too large or not a regular file:
     reading a FIFO could block, and reading a device could never end.
@@ -58,7 +58,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def again(path: Path) -> str:
-    """Return what to do about a damaged file."""
+    """Returns what to do about a damaged file."""
     with suppress(OSError), open(path, "rb") as file:
         if file.read(len(POINTER)) == POINTER:
             return "it is a Git LFS pointer; run `git lfs pull` in its directory"
@@ -74,12 +74,12 @@ def read_text(path: Path, most: int) -> str:
 
 
 def json_parts(document: bytes) -> int:
-    """Return the number of quotation marks, lists and objects of a JSON document, which tells what it costs to read."""
+    """Returns the number of quotation marks, lists and objects of a JSON document: its cost to read."""
     return sum(document.count(sign) for sign in (b"[", b"{", b'"'))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of a checkpoint. Raises CheckpointError, which names the file and the fault."""
+    """Returns the JSON object in a file of a checkpoint. Raises CheckpointError, which names the file and the fault."""
     try:
         text = read_text(path, JSON_BYTES)
         parts = json_parts(text.encode())
@@ -115,7 +115,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def no_target(link: Path) -> CheckpointError:
-    """Return the error for a link whose target does not exist, as in a cache from which files were deleted."""
+    """Returns the error for a link whose target does not exist, as in a cache from which files were deleted."""
     return CheckpointError(
         f"{link} is a link to {shown(os.readlink(link))[1:-1]}, which does not exist: download the model again, or "
         "connect the disk with this file"
@@ -137,7 +137,7 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint: model.safetensors, or the shards that its index names."""
+    """Returns the safetensors files of a checkpoint: model.safetensors, or the shards that its index names."""
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     index = directory / INDEX
@@ -159,7 +159,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 
 def _no_weights(directory: Path) -> CheckpointError:
-    """Return the error for a directory without weights in safetensors; it names those in other formats."""
+    """Returns the error for a directory without weights in safetensors; it names those in other formats."""
     found = (path for way in WEIGHTS_AT for path in directory.glob(way) if path.suffix in WEIGHTS)
     held = sorted(path.relative_to(directory).as_posix() for path in found)
     shards = [name for name in held if name.endswith(".safetensors") and not name.startswith(ORIGINAL)]
@@ -182,7 +182,7 @@ def _no_weights(directory: Path) -> CheckpointError:
 
 
 def missing_weights(directory: Path) -> list[str]:
-    """Return the names of the weight files that are missing in the directory of a checkpoint."""
+    """Returns the names of the weight files that are missing in the directory of a checkpoint."""
     if (directory / SINGLE).is_file():
         return []
     index = directory / INDEX
@@ -191,7 +191,7 @@ def missing_weights(directory: Path) -> list[str]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """Return the files that a model.safetensors.index.json names, without duplicates.
+    """Returns the files that a model.safetensors.index.json names, without duplicates.
 
     Raises CheckpointError for a name that contains a directory or does not end in .safetensors.
     """

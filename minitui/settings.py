@@ -29,7 +29,7 @@ from typing import Any
 from engine.errors import EngineError
 from minitui.sampling import Sampling
 
-LARGEST = 1 << 20  # bytes of the file; reading so many takes about a second
+LARGEST = 1 << 20  # bytes of the file; reading them takes about a second
 
 
 class SettingsError(EngineError):

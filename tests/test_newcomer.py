@@ -23,8 +23,8 @@ EVICTION: list[Edit] = [
     )
 ]
 FIELD: list[Edit] = [
-    ("engine/trace/kinds.py", "    row: Count\n    reason: Text\n",
-     "    row: Count\n    reason: Text\n    place: Count = 0\n"),
+    ("engine/trace/kinds.py", "    row: kind.Count\n    reason: kind.Text\n",
+     "    row: kind.Count\n    reason: kind.Text\n    place: kind.Count = 0\n"),
     ("engine/core/scheduler.py", '"resumed" if resumed else "new")', '"resumed" if resumed else "new", 7)'),
 ]
 STATE_FIELDS: list[Edit] = [

@@ -30,7 +30,7 @@ class AttentionShape(Protocol):
     def softcap(self) -> float: ...  # scores become softcap · tanh(score / softcap); 0: scores stay
 
     def window(self, layer: int) -> int:
-        """Return how many keys a query of this layer attends to, the key of its own token included; 0: no limit."""
+        """Returns how many keys a query of this layer attends to, the key of its own token included; 0: no limit."""
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class AttentionBackend(Protocol):
         self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
         kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the attention output [T, Hq · D] of q [T, Hq, D] over caches [num_blocks, block_size, Hkv, D].
+        """Returns the attention output [T, Hq · D] of q [T, Hq, D] over caches [num_blocks, block_size, Hkv, D].
 
         kv_scales: fp32 [2, Hkv], the scales of an 8-bit cache (engine/attention/kv_fp8.py); None for other caches.
 

@@ -13,7 +13,7 @@ BACKENDS = ("auto", "torch", "triton", "flash")
 
 
 def backend_names(name: str) -> tuple[str, str]:
-    """Return the names of the prefill and the decode backend in `name`, such as "flash,triton".
+    """Returns the names of the prefill and the decode backend in `name`, such as "flash,triton".
 
     A single name is used for both, except "flash": then the decode backend is "auto", because FlashAttention is slower
     for decodes. It does not split the keys of a sequence: on an H200, a decode step of 64 sequences of 1,024 tokens
@@ -35,7 +35,7 @@ def choose_attention(
     name: str, config: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device, max_rows: int,
     max_model_len: int = 8192, kv_dtype: torch.dtype | None = None, sinks: Sinks = None,
 ) -> AttentionBackend:  # fmt: skip
-    """Return the backend for `name` (see `backend_names`). "auto" picks the fastest for the device and the model.
+    """Returns the backend for `name` (see `backend_names`). "auto" picks the fastest for the device and the model.
 
     Raises EngineError if the device or the model does not support the backend. `kv_dtype`: the type of the KV cache;
     None means the model's type. `sinks`: of each layer; None: the model has none.
@@ -77,7 +77,7 @@ def choose_attention(
 def why_not_triton(
     config: AttentionShape, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
 ) -> str:
-    """Return the reason why our Triton kernels cannot run this model on this device; "" if they can.
+    """Returns the reason why our Triton kernels cannot run this model on this device; "" if they can.
 
     kv_dtype: as in choose_attention.
     """

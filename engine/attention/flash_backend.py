@@ -78,7 +78,7 @@ class FlashAttention:
     def chunks(
         self, meta: ForwardMeta, first: int, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
-        """Return the output [T, Hq · D]. Only the rows of the sequences from index `first` on are defined."""
+        """Returns the output [T, Hq · D]. Only the rows of the sequences from index `first` on are defined."""
         window = self._windows[layer]
         out = self._attend(
             q, k_cache, v_cache, meta.cu_seqlens_q[first:], (meta.max_q_len, meta.max_seq_len), meta.seq_lens[first:],
@@ -105,7 +105,7 @@ class FlashAttention:
 def installed_for(
     config: AttentionShape, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
 ) -> FlashAttention | None:
-    """Return FlashAttention-4 if it is installed and the model has the head size for which it is faster; else None."""
+    """Returns FlashAttention-4 if it is installed and the model has the head size for which it is faster; else None."""
     if config.head_dim != MEASURED_HEAD_DIM or importlib.util.find_spec("flash_attn") is None:
         return None
     try:
@@ -119,7 +119,7 @@ Call = Callable[..., torch.Tensor]
 
 
 def _library(device: torch.device, block_size: int) -> Call:
-    """Return the attention function of the FlashAttention version for this device."""
+    """Returns the attention function of the FlashAttention version for this device."""
     if device.type != "cuda":
         raise EngineError(f"attention_backend flash needs an NVIDIA GPU, and the device is {device}: choose auto")
     major, minor = torch.cuda.get_device_capability(device)

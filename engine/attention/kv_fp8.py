@@ -18,10 +18,10 @@ E4M3_MAX = 448.0
 
 
 def quantise(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return x / scale in FP8, for x [n, Hkv, D] of any floating type and scale [Hkv]. NaN stays NaN."""
+    """Returns x / scale in FP8, for x [n, Hkv, D] of any floating type and scale [Hkv]. NaN stays NaN."""
     return (x / scale[:, None].to(x.dtype)).to(FP8)
 
 
 def dequantise(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return x · scale in `dtype`, for x [..., Hkv, D] in FP8 and scale [Hkv]."""
+    """Returns x · scale in `dtype`, for x [..., Hkv, D] in FP8 and scale [Hkv]."""
     return x.to(dtype) * scale[:, None].to(dtype)

@@ -155,7 +155,7 @@ class TorchAttention:
     def _attend(
         self, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the output [n, Hkv, R, D] with soft cap and sinks, which torch's function lacks.
+        """Returns the output [n, Hkv, R, D] with soft cap and sinks, which torch's function lacks.
 
         q [n, Hkv, R, D]; keys and values [n, Hkv, L, D]. The R rows of a key head are the tokens of its first query
         head, then those of its next one. mask [n, 1, 1, L], or [tokens, L]; it is added to the scores.
@@ -177,7 +177,7 @@ class TorchAttention:
     def _read(
         self, layer: int, gather: _Gather | _InPlace, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values [n, Hkv, L, D] of this layer, valid until the next call."""
+        """Returns the keys and values [n, Hkv, L, D] of this layer, valid until the next call."""
         if self._scales is not None:
             return self._read_fp8(gather, self._scales, k_cache, v_cache)
         cache = self._caches.get(layer)
@@ -243,13 +243,13 @@ class TorchAttention:
         return _Prefill(tokens, gather, self._additive(seen))
 
     def _arange(self, length: int) -> np.ndarray:
-        """Return the array 0, 1, … length − 1."""
+        """Returns the array 0, 1, … length − 1."""
         if len(self._positions) < length:
             self._positions = np.arange(2 * length)
         return self._positions[:length]
 
     def _slots(self, table: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return the slots, int64 [n, L], of the keys at `positions` ([n, L], or [1, L] for all sequences)."""
+        """Returns the slots, int64 [n, L], of the keys at `positions` ([n, L], or [1, L] for all sequences)."""
         blocks, offsets = np.divmod(positions, self._block_size)
         if len(positions) == 1:
             return table[:, blocks[0]] * np.int64(self._block_size) + offsets
@@ -269,6 +269,6 @@ class TorchAttention:
         return _Gather(slots.reshape(-1), buffers, buffers.numpy() if by_numpy else None, keys, values)
 
     def _additive(self, seen: np.ndarray) -> torch.Tensor:
-        """Return the mask that is added to the scores: 0 where `seen` is true, else −inf."""
+        """Returns the mask that is added to the scores: 0 where `seen` is true, else −inf."""
         mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(torch.from_numpy(~seen).to(self._device), -torch.inf)

@@ -83,7 +83,7 @@ class TritonAttention:
         return out
 
     def _padded_out(self, q: torch.Tensor) -> torch.Tensor:
-        """Return a buffer [T, heads * d] that all layers and steps share, so that no layer has to clear padding rows.
+        """Returns a buffer [T, heads * d] that all layers and steps share, so that no layer has to clear padding rows.
 
         No step writes its padding rows, so these hold zeros or the values of an earlier step.
         """
@@ -120,7 +120,7 @@ class TritonAttention:
 
 
 def why_unsupported(config: AttentionShape, dtype: torch.dtype) -> str:
-    """Return the reason why TritonAttention cannot run this model; an empty string if it can."""
+    """Returns the reason why TritonAttention cannot run this model; an empty string if it can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the triton backend computes in half precision; this model runs in {str(dtype).removeprefix('torch.')}"
     if config.head_dim not in (16, 32, 64, 128, 256):
@@ -129,7 +129,7 @@ def why_unsupported(config: AttentionShape, dtype: torch.dtype) -> str:
 
 
 def own_keys_and_values(q: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return this step's keys and values [T, Hkv, D] if q [T, Hq, D] is the first part of each qkv row; else None.
+    """Returns this step's keys and values [T, Hkv, D] if q [T, Hq, D] is the first part of each qkv row; else None.
 
     It also returns None if the size of a qkv row is not a multiple of 16 bytes.
 

@@ -48,7 +48,7 @@ class KVCache:
         return self.allocator.num_free + self.allocator.num_cached
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the number of blocks that `tokens` tokens need."""
+        """Returns the number of blocks that `tokens` tokens need."""
         return -(-tokens // self.block_size)
 
     # ---- reading from the tree
@@ -66,7 +66,7 @@ class KVCache:
         return self.tree.match(request.ids, limit, node, depth, request.cache_salt)
 
     def may_read(self, request: Request) -> bool:
-        """Return False if the request still needs the logits of its whole prompt, or if prefix caching is off."""
+        """Returns False if the request still needs the logits of its whole prompt, or if prefix caching is off."""
         needs_logits = request.params.prompt_logprobs is not None and len(request.ids) == request.prompt_len
         return self.prefix_caching and not needs_logits
 
@@ -128,7 +128,7 @@ class KVCache:
             changes[row, column] = table[column]
 
     def take_table_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the rows, columns and blocks (int32) of the changes since the last call."""
+        """Returns the rows, columns and blocks (int32) of the changes since the last call."""
         changes = self._table_changes
         if not changes:
             return NO_CHANGES

@@ -70,7 +70,7 @@ class Committer:
         return emitted
 
     def _accept_drafts(self, scheduled: Scheduled, result: StepResult) -> dict[int, list[int]]:
-        """Return the tokens of each entry with drafts: its accepted drafts, then the token that was drawn after them.
+        """Returns the tokens of each entry with drafts: its accepted drafts, then the token that was drawn after them.
 
         The first draft that differs from the token drawn at its position, or that is a stop token, is rejected. All
         drafts after it are rejected too.
@@ -128,7 +128,7 @@ class Committer:
 
 
 def _new_prompt_logprobs(request: Request, start: int, result: StepResult, entry: int) -> list[TokenLogprobs] | None:
-    """Return the prompt logprobs of the chunk at `start`, without those that were returned before.
+    """Returns the prompt logprobs of the chunk at `start`, without those that were returned before.
 
     After a preemption, the same prompt positions are computed again.
     """

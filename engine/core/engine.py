@@ -119,7 +119,7 @@ class Engine:
         return request
 
     def compile(self, params: SamplingParams) -> Grammar:
-        """Return the grammar of a reply. Any thread may call this. Raises InvalidRequest if it cannot be compiled."""
+        """Returns the grammar of a reply. Any thread may call this. Raises InvalidRequest if it cannot be compiled."""
         return self._intake.compile(params)
 
     def abort(self, request_id: int, reason: str = "abort", output_tokens: int | None = None) -> bool:
@@ -212,7 +212,7 @@ class Engine:
         assert {id(r) for r in live} == {id(r) for r in [*self.scheduler.running, *self.scheduler.waiting]}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state after the last record as plain data; "seq" is that record's number.
+        """Returns the state after the last record as plain data; "seq" is that record's number.
 
         `State.snapshot` (engine/trace/state.py) returns the same data, folded from the records.
         """

@@ -30,7 +30,7 @@ class Intake:
         self, id: int, ids: list[int], params: SamplingParams, group: str, sample_index: int, *, priority: int,
         cache_salt: str, compiled: Callable[[], Grammar] | None = None,
     ) -> Request:  # fmt: skip
-        """Return the request `id`. Raises InvalidRequest if an argument is invalid or the prompt can never run.
+        """Returns the request `id`. Raises InvalidRequest if an argument is invalid or the prompt can never run.
 
         `compiled`: see Engine.add_request.
         """
@@ -56,14 +56,14 @@ class Intake:
         return request
 
     def compile(self, params: SamplingParams) -> Grammar:
-        """Return the grammar that `params` specify. Raises InvalidRequest."""
+        """Returns the grammar that `params` specify. Raises InvalidRequest."""
         params.validate(self.vocab_size)
         if self._grammars is None:
             raise InvalidRequest("replies cannot be constrained: this engine has no tokenizer", "json_schema")
         return self._grammars.compile(params)
 
     def _masks(self, params: SamplingParams, compiled: Callable[[], Grammar] | None) -> Grammar | None:
-        """Return the masks of a reply, or None if every token is always allowed."""
+        """Returns the masks of a reply, or None if every token is always allowed."""
         grammar, words = None, []
         if params.structured:
             grammar = self.compile(params) if compiled is None else compiled()
@@ -108,7 +108,7 @@ def _check_ids(ids: list[int], vocab_size: int) -> None:
 
 
 def _short(value: object) -> str:
-    """Return a number below 1e18 as text. For other values, return the type: their text may be long, or `str` may
+    """Returns a number below 1e18 as text. For other values, return the type: their text may be long, or `str` may
     raise an exception."""
     number = isinstance(value, (int, float)) and abs(value) < 1e18
     return str(value) if number else f"of type {type(value).__name__}"

@@ -9,7 +9,7 @@ from engine.params import SamplingParams
 
 
 def dead_end(request: Request) -> str:
-    """Return the reason why no token is allowed next, as a sentence; empty if a token is allowed.
+    """Returns the reason why no token is allowed next, as a sentence; empty if a token is allowed.
 
     This function is slow, because it computes the grammar's mask. Call it only for a new request that has masks, or
     after the sampler could not draw a token.
@@ -33,7 +33,7 @@ def dead_end(request: Request) -> str:
 
 
 def _masks(params: SamplingParams) -> str:
-    """Return the names of the request's masks, as the subject of a sentence."""
+    """Returns the names of the request's masks, as the subject of a sentence."""
     names = ["allowed_token_ids"] if params.allowed_token_ids is not None else []
     names += ["bad_words"] if params.bad_words else []
     if params.structured or not names:

@@ -65,7 +65,7 @@ class Lookup:
 
 
 def _in_common(ids: list[int], place: int) -> int:
-    """Return the number of tokens before `place` that equal the end of `ids`; at most ENOUGH."""
+    """Returns the number of tokens before `place` that equal the end of `ids`; at most ENOUGH."""
     length, end = NGRAM, len(ids)
     while length < ENOUGH and length < place and ids[place - 1 - length] == ids[end - 1 - length]:
         length += 1

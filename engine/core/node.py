@@ -29,13 +29,13 @@ class SaltedKey(tuple[int, ...]):
 
 
 def block_key(ids: list[int], index: int, size: int, salt: str) -> Key:
-    """Return the key of block `index` of a sequence. Only the first block has the salt: the others are below it."""
+    """Returns the key of block `index` of a sequence. Only the first block has the salt: the others are below it."""
     key = tuple(ids[index * size : (index + 1) * size])
     return SaltedKey(key, salt) if salt and not index else key
 
 
 def common_tokens(a: Key, b: Key) -> int:
-    """Return the number of equal tokens at the beginning of two keys of the same length; 0 if their salts differ."""
+    """Returns the number of equal tokens at the beginning of two keys of the same length; 0 if their salts differ."""
     n = 0
     if getattr(a, "salt", "") != getattr(b, "salt", ""):
         return n

@@ -106,7 +106,7 @@ class PlanWriter:
         return Scheduled(plan, requests, batch.epochs, batch.grammars)
 
     def _changes(self, decodes: tuple[Request, ...]) -> tuple[list[int], list[int]]:
-        """Return the ids of the requests that join the decoding set in this step, and of those that leave it but still
+        """Returns the ids of the requests that join the decoding set in this step, and of those that leave it but still
         run."""
         if decodes == self._decodes:
             return [], []

@@ -59,7 +59,7 @@ class LongestPrefix:
         return 2, -self._cached_blocks(request), request.id
 
     def _cached_blocks(self, request: Request) -> int:
-        """Return the number of blocks in the longest cached prefix, among the prefixes that are hashed so far."""
+        """Returns the number of blocks in the longest cached prefix, among the prefixes that are hashed so far."""
         if not self._cache.may_read(request):
             return 0
         hashes, prefixes, size = self._hashes[request.id], self._cache.tree.prefixes, self._cache.block_size

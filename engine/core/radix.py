@@ -54,7 +54,7 @@ class RadixTree:
     def match(
         self, ids: list[int], limit: int, node: Node | None = None, depth: int = 0, salt: str = ""
     ) -> Match:  # fmt: skip
-        """Return which of the blocks [depth, limit) of `ids` are below `node` (None: the root). Change nothing.
+        """Returns which of the blocks [depth, limit) of `ids` are below `node` (None: the root). Change nothing.
 
         The path to `node` has the first `depth` blocks of `ids`. `salt`: the cache salt of the request.
         """
@@ -82,7 +82,7 @@ class RadixTree:
     def _miss(
         self, ids: list[int], node: Node, end: int, depth: int, key: Key, part: Node | None, n: int, blocks: list[int]
     ) -> Match:
-        """Return the match of `blocks`, with the reason why `key` did not match. `end`: hash of the matched prefix."""
+        """Returns the match of `blocks`, with the reason why `key` did not match. `end`: hash of the matched prefix."""
         step = self.evicted.step_of(hash((end, key)))
         if step is not None:
             return Match(node, part, n, blocks, "evicted", step)
@@ -94,7 +94,7 @@ class RadixTree:
     # ---- holding
 
     def claim(self, match: Match) -> Node:
-        """Return the node that ends where the match ends. A node that matched in part is split."""
+        """Returns the node that ends where the match ends. A node that matched in part is split."""
         return match.node if match.part is None else self._split(match.part, match.part_blocks)
 
     def lock(self, node: Node, above: Node, clock: int) -> None:
@@ -254,7 +254,7 @@ class RadixTree:
             self.log.append("settle", step)
 
     def invalidated_by(self, step: int) -> tuple[list[tuple[Node, int]], set[int]]:
-        """Return the nodes that a failed step makes invalid, and the blocks to remove.
+        """Returns the nodes that a failed step makes invalid, and the blocks to remove.
 
         The nodes are a list of (node, number of blocks that stay valid), the deepest first. Blocks that later steps
         complete are removed too: their first tokens may be tokens of the failed step.
@@ -334,7 +334,7 @@ class EvictedPrefixes:
             steps.popitem(last=False)
 
     def step_of(self, prefix: int) -> int | None:
-        """Return the step of the eviction; None if the prefix was not evicted, or too long ago."""
+        """Returns the step of the eviction; None if the prefix was not evicted, or too long ago."""
         return self._step_of.get(prefix)
 
     def pop(self, prefixes: list[int]) -> list[int]:
@@ -383,9 +383,9 @@ class PendingBlocks:
         self._blocks_of.pop(step, None)
 
     def step_of(self, block: int) -> int:
-        """Return the step that writes a block; -1 if the block is written."""
+        """Returns the step that writes a block; -1 if the block is written."""
         return self._step_of.get(block, -1)
 
     def by_block(self) -> dict[int, int]:
-        """Return the pending blocks, each with the step that writes it."""
+        """Returns the pending blocks, each with the step that writes it."""
         return dict(self._step_of)

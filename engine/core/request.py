@@ -29,7 +29,7 @@ class Grammar(Protocol):
         """Why the grammar cannot continue, as a sentence; empty if it can."""
 
     def mask(self) -> np.ndarray:
-        """Return int32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 is 1 if token t is allowed next."""
+        """Returns int32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 is 1 if token t is allowed next."""
 
     def advance(self, token_id: int) -> bool:
         """Advance by a drawn token; return True if the reply is complete."""
@@ -39,10 +39,10 @@ class Grammars(Protocol):
     """Compiles grammars for one tokenizer."""
 
     def compile(self, params: SamplingParams) -> Grammar:
-        """Return the grammar that `params` specify. Raises InvalidRequest if it cannot be compiled."""
+        """Returns the grammar that `params` specify. Raises InvalidRequest if it cannot be compiled."""
 
     def words(self, texts: tuple[str, ...]) -> list[list[int]]:
-        """Return the token ids of each text, with and without a space before the text (for `bad_words`)."""
+        """Returns the token ids of each text, with and without a space before the text (for `bad_words`)."""
 
 
 @dataclass(eq=False, slots=True)

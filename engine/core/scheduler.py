@@ -80,7 +80,7 @@ class Scheduler:
         return self._writer.is_decoding(request_id)
 
     def limit_for(self, prompt_len: int, params: SamplingParams) -> int:
-        """Return the largest number of tokens that prompt and reply may have together.
+        """Returns the largest number of tokens that prompt and reply may have together.
 
         The last token needs no KV, so the limit may be one token more than the pool holds. Raises InvalidRequest if
         the prompt is empty or too long.
@@ -293,7 +293,7 @@ class Scheduler:
         return budget
 
     def _admissible(self, request: Request, budget: int) -> tuple[Match | None, str]:
-        """Return what the tree has of `request`, the head of the queue, and why it cannot be admitted now; "" if it can
+        """Returns what the tree has of `request`, the head of the queue, and why it cannot be admitted; "" if it can
         be admitted."""
         if budget <= 0:
             return None, f"budget: the {self.config.max_num_batched_tokens} tokens of this step are used"

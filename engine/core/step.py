@@ -29,7 +29,7 @@ class RowSettings:
 
     @staticmethod
     def of(request: Request) -> RowSettings:
-        """Return the settings of a request that has a row."""
+        """Returns the settings of a request that has a row."""
         params = request.params
         return RowSettings(
             request.row, params, request.seed, request.sample_index, request.stop_ids, request.prompt_len,

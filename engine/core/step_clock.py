@@ -138,7 +138,7 @@ class StepClock:
         return wall_s
 
     def _reads_delays(self, took_s: float) -> bool:
-        """Return whether to read the host's delays for a step that took this time.
+        """Returns whether to read the host's delays for a step that took this time.
 
         They are not read for every short step, because reading them costs more than the rest of the record.
         """

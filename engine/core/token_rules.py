@@ -50,7 +50,7 @@ class TokenRules:
         return self._grammar.failed if self._grammar is not None else ""
 
     def mask(self) -> np.ndarray:
-        """Return int32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 is 1 if token t is allowed next."""
+        """Returns int32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 is 1 if token t is allowed next."""
         mask = self._mask.copy()
         for beginning, end in self._ends.get(self._recent[-1], ()) if self._recent else ():
             if self._recent[-len(beginning) :] == beginning:

@@ -29,7 +29,7 @@ class Snapshot:
         return self.path.name
 
     def is_revision(self, revision: str) -> bool:
-        """Return True if `revision` is a branch or tag of this snapshot, or its commit (7 digits or more).
+        """Returns True if `revision` is a branch or tag of this snapshot, or its commit (7 digits or more).
 
         "", no revision, is that of branch main, or of no branch.
         """
@@ -38,12 +38,12 @@ class Snapshot:
         return revision in self.refs or (len(revision) >= SHORTEST_COMMIT and self.commit.startswith(revision))
 
     def complete(self, weights: bool = True) -> bool:
-        """Return True if no weight file is missing. With weights=False, return True if there is a tokenizer."""
+        """Returns True if no weight file is missing. With weights=False, return True if there is a tokenizer."""
         return not self.missing if weights else (self.path / "tokenizer.json").is_file()
 
 
 def cache_directory() -> Path:
-    """Return the directory of the Hugging Face cache. Environment variables can change it."""
+    """Returns the directory of the Hugging Face cache. Environment variables can change it."""
     for variable, subfolder in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
         if os.environ.get(variable):
             return Path(os.environ[variable]).expanduser() / subfolder
@@ -51,7 +51,7 @@ def cache_directory() -> Path:
 
 
 def cached_snapshots(pattern: str = "models--*") -> list[Snapshot]:
-    """Return every snapshot in the local cache that has a config.json: those of branch main first, then the newest."""
+    """Returns every snapshot in the local cache that has a config.json: those of branch main first, then the newest."""
     found = []
     for folder in cache_directory().glob(pattern):
         refs = _refs(folder)
@@ -65,7 +65,7 @@ def cached_snapshots(pattern: str = "models--*") -> list[Snapshot]:
 
 
 def snapshots_of(name: str, revision: str = "") -> list[Snapshot]:
-    """Return the cached snapshots of a model, in the order of `cached_snapshots`.
+    """Returns the cached snapshots of a model, in the order of `cached_snapshots`.
 
     A name without an organisation matches the models of this name from all organisations. `revision`: as for
     `Snapshot.is_revision`.
@@ -75,7 +75,7 @@ def snapshots_of(name: str, revision: str = "") -> list[Snapshot]:
 
 
 def _refs(folder: Path) -> dict[str, list[str]]:
-    """Return {commit: its branches and tags}."""
+    """Returns {commit: its branches and tags}."""
     found: dict[str, list[str]] = {}
     for path in sorted((folder / "refs").rglob("*")):
         if path.is_file() and path.stat().st_size <= COMMIT_BYTES:
@@ -85,12 +85,12 @@ def _refs(folder: Path) -> dict[str, list[str]]:
 
 
 def repository_of(folder: Path) -> str:
-    """Return the name of the repository that has this folder in the cache."""
+    """Returns the name of the repository that has this folder in the cache."""
     return folder.name.removeprefix("models--").replace("--", "/", 1)
 
 
 def missing_files(directory: Path) -> list[str]:
-    """Return the names of the missing weight files, or the name of the index if it cannot be read."""
+    """Returns the names of the missing weight files, or the name of the index if it cannot be read."""
     try:
         return missing_weights(directory)
     except CheckpointError:

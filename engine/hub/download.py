@@ -155,7 +155,7 @@ class Download:
             raise CheckpointError(f"the download of {self._repository} ended without {listed(absent)}: start again")
 
     def _where(self) -> str:
-        """Return a clause that says how much of the model is in the cache."""
+        """Returns a clause that says how much of the model is in the cache."""
         if self._begun is None:
             return f"{self._repository} is neither a directory nor in the cache {self._cache}"
         missing = self._begun.missing
@@ -163,7 +163,7 @@ class Download:
         return f"{self._repository} is in the cache {self._cache}, but {what}; the rest must be downloaded"
 
     def _reason(self, error: Exception) -> str:
-        """Return a phrase that says why the download failed and what to do."""
+        """Returns a phrase that says why the download failed and what to do."""
         kind, status, text = type(error).__name__, _status(error), " ".join(str(error).split())[:MAX_ERROR_TEXT]
         if kind == "RevisionNotFoundError" and self._revision:
             return f"the hub has no revision {self._revision} of it: name another one, or leave out @{self._revision}"
@@ -190,7 +190,7 @@ class Download:
 
 
 def _status(error: BaseException | None) -> int | None:
-    """Return the HTTP status of the response that caused an error; None if there was no response."""
+    """Returns the HTTP status of the response that caused an error; None if there was no response."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(status, int):
@@ -231,7 +231,7 @@ class _Watch:
 
 
 def pace(seen: Sequence[tuple[float, int]], total: int) -> str:
-    """Return the speed and the time left, as in ", 45.0 MB/s, 5 min left"; "" while nothing arrives.
+    """Returns the speed and the time left, as in ", 45.0 MB/s, 5 min left"; "" while nothing arrives.
 
     `seen`: (time in seconds, bytes that have arrived), the oldest first.
     """

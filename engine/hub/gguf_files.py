@@ -15,7 +15,7 @@ MAGIC = b"GGUF"
 
 
 def is_gguf(path: Path) -> bool:
-    """Return True for a GGUF file. Its name may have no ending: Ollama names files by their hashes."""
+    """Returns True for a GGUF file. Its name may have no ending: Ollama names files by their hashes."""
     if path.suffix.lower() == ".gguf":
         return True
     with path.open("rb") as file:
@@ -23,13 +23,13 @@ def is_gguf(path: Path) -> bool:
 
 
 def models_in(directory: Path, pattern: str = "*.gguf") -> list[Path]:
-    """Return the GGUF files of a directory; of a model that is split into several files, only the first one."""
+    """Returns the GGUF files of a directory; of a model that is split into several files, only the first one."""
     found = sorted(each for each in directory.glob(pattern) if not each.name.startswith(IMAGES) and each.is_file())
     return list({(each.parent, model_name(each)): each for each in reversed(found)}.values())[::-1]
 
 
 def file_in(path: Path) -> Path | None:
-    """Return the GGUF file that the path means; None if it is a directory with a checkpoint, or without GGUF files."""
+    """Returns the GGUF file that the path means; None if it is a directory with a checkpoint, or without GGUF files."""
     if path.is_file():
         return path
     found = models_in(path)
@@ -41,7 +41,7 @@ def file_in(path: Path) -> Path | None:
 
 
 def cached(pattern: str = "models--*") -> dict[str, Path]:
-    """Return the GGUF files of the local cache by the names that --model accepts, those of older snapshots first.
+    """Returns the GGUF files of the local cache by the names that --model accepts, those of older snapshots first.
 
     A name is that of the repository, with the file in it if there are several, as in Org/Name-GGUF/name-Q8_0.gguf.
     """
@@ -57,7 +57,7 @@ def cached(pattern: str = "models--*") -> dict[str, Path]:
 
 
 def in_cache(name: str) -> Path | None:
-    """Return the file of a name as in `cached`; None if there is none. Raises CheckpointError if it means several."""
+    """Returns the file of a name as in `cached`; None if there is none. Raises CheckpointError if it means several."""
     repository = "/".join(name.split("/")[:2])
     found = cached("models--" + glob.escape(repository.replace("/", "--"))) if "/" in name else {}
     if name not in found and name == repository and found:

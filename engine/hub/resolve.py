@@ -22,7 +22,7 @@ LONGEST_NAME = 96  # characters; the limit of the hub
 
 
 def resolve_model(name: str, on_progress: Progress | None = None, weights: bool = True, tokenizer: bool = True) -> Path:
-    """Return the directory of the checkpoint `name`: a path, or a name like "Qwen3-8B" or "Qwen/Qwen3-8B".
+    """Returns the directory of the checkpoint `name`: a path, or a name like "Qwen3-8B" or "Qwen/Qwen3-8B".
 
     A path may also be a GGUF file, or a directory with one; it is unpacked to the cache (engine/gguf/checkpoint.py). So
     is a GGUF file in the local Hugging Face cache, which `cached` of engine/hub/gguf_files.py names.
@@ -74,7 +74,7 @@ def _as_directory(name: str) -> Path | None:
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """Return the name and the revision; "" if there is none. Raises CheckpointError if one of them is not valid."""
+    """Returns the name and the revision; "" if there is none. Raises CheckpointError if one of them is not valid."""
     plain, at, revision = name.partition("@")
     _check_name(plain, name)
     if at and (not REVISION.fullmatch(revision) or ".." in revision):

@@ -34,7 +34,7 @@ MAX_SPLITS = 32
 
 @triton.jit
 def norm_rope(base, weight, rope, position, head, row_mask, EPS: tl.constexpr, HAS_NORM: tl.constexpr, D: tl.constexpr):
-    """Return heads `head` [R] of the qkv row at `base`, RMS-normalised and rotated (half-split): [R, D].
+    """Returns heads `head` [R] of the qkv row at `base`, RMS-normalised and rotated (half-split): [R, D].
 
     Intermediate results are rounded as in engine/model/ops.py.
     """
@@ -62,7 +62,7 @@ def norm_rope(base, weight, rope, position, head, row_mask, EPS: tl.constexpr, H
 
 @triton.jit
 def _load_tile(cache, table, token, inside, kvh, BLOCK_SIZE: tl.constexpr, TOKEN: tl.constexpr, D: tl.constexpr):
-    """Return a tile [TILE, D] of keys or values; rows that are not `inside` are zeros."""
+    """Returns a tile [TILE, D] of keys or values; rows that are not `inside` are zeros."""
     d = tl.arange(0, D)
     block = tl.load(table + token // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     offset = (block * BLOCK_SIZE + token % BLOCK_SIZE) * TOKEN + kvh * D
@@ -71,7 +71,7 @@ def _load_tile(cache, table, token, inside, kvh, BLOCK_SIZE: tl.constexpr, TOKEN
 
 @triton.jit
 def capped(scores, CAP: tl.constexpr):
-    """Return CAP · tanh(scores / CAP); the scores themselves if CAP is 0."""
+    """Returns CAP · tanh(scores / CAP); the scores themselves if CAP is 0."""
     if CAP > 0:
         scores = CAP * (2.0 * tl.sigmoid(scores * (2.0 / CAP)) - 1.0)
     return scores
@@ -315,7 +315,7 @@ class DecodeWorkspace:
 
 
 def num_splits(n: int, kv_heads: int, longest: int) -> int:
-    """Return the number of splits per (sequence, kv head), a power of two. 1,024 programs in total keep a GPU busy.
+    """Returns the number of splits per (sequence, kv head), a power of two. 1,024 programs in total keep a GPU busy.
 
     With too many splits, some programs have no keys. Such programs cost time too: 6 of 58 us at 64 sequences of 900
     tokens. With too few splits, one long sequence among many short sequences is read by too few programs.
@@ -336,7 +336,7 @@ class Form(NamedTuple):
 
 
 def form_for(n: int, kv_heads: int, longest: int) -> Form:
-    """Return the form that was fastest for n sequences in measured steps of Qwen3-8B, at the GPU's sustained clock."""
+    """Returns the form that was fastest for n sequences in measured steps of Qwen3-8B, at the GPU's sustained clock."""
     pairs, splits = n * kv_heads, num_splits(n, kv_heads, longest)
     if pairs <= 64:  # latency matters: load the first tile before the previous kernel has ended
         return Form(64, 4, 3, 64, splits, True)

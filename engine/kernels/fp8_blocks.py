@@ -32,7 +32,7 @@ LOW = 16.0  # the rounding error of e4m3 is at most a sixteenth of the number
 
 @triton.jit
 def activations(x, row, k, inside, K, SILU: tl.constexpr):
-    """Return columns `k` of a row of x in float32; with SILU, x has gate and up, and the result is silu(gate) * up."""
+    """Returns columns `k` of a row of x in float32; with SILU, x has gate and up, and the result is silu(gate) * up."""
     if SILU:
         gate = tl.load(x + row * 2 * K + k, mask=inside, other=0.0)
         up = tl.load(x + row * 2 * K + K + k, mask=inside, other=0.0)

@@ -170,7 +170,7 @@ def _gemv_kernel(
 
 
 def tiles(n: int, k: int, gate_up: bool, scaled: bool = False) -> tuple[int, int, int, int]:
-    """Return (BLOCK_N, BLOCK_K, AHEAD, warps): the fastest measured values for W [n, k]. `scaled`: W is 8-bit.
+    """Returns (BLOCK_N, BLOCK_K, AHEAD, warps): the fastest measured values for W [n, k]. `scaled`: W is 8-bit.
 
     AHEAD tiles are loaded before the wait for the previous kernel. If n is small, there are few programs, so each loads
     more tiles ahead. If n is large, the many programs hide the latency.

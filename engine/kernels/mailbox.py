@@ -83,19 +83,19 @@ def _exchange(
 
 @triton.jit
 def _low(word, dtype: tl.constexpr):
-    """Return the first of the two 16-bit floats of an int32, as fp32."""
+    """Returns the first of the two 16-bit floats of an int32, as fp32."""
     return (word & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _high(word, dtype: tl.constexpr):
-    """Return the second of the two 16-bit floats of an int32, as fp32."""
+    """Returns the second of the two 16-bit floats of an int32, as fp32."""
     return (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _word(low, high, dtype: tl.constexpr):
-    """Return two fp32 numbers, rounded to 16 bits each, in one int32."""
+    """Returns two fp32 numbers, rounded to 16 bits each, in one int32."""
     first = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return first | (high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
@@ -167,7 +167,7 @@ def _sum_kernel(
 
 
 def sum_ranks(x: torch.Tensor, box: Box, norm: tuple[torch.Tensor, torch.Tensor, float] | None = None) -> torch.Tensor:
-    """Return the sum of x [T, H] over all ranks, added up in fp32 and rounded to 16 bits. T is at most box.lanes.
+    """Returns the sum of x [T, H] over all ranks, added up in fp32 and rounded to 16 bits. T is at most box.lanes.
 
     With `norm` = (residual [T, H], weight [H], eps): add the sum to the residual in place and return the RMS norm of
     the residual, as engine.kernels.norms.rms_norm does. x may be fp32 [parts, T, H]: then its parts are added up first.
@@ -182,7 +182,7 @@ def sum_ranks(x: torch.Tensor, box: Box, norm: tuple[torch.Tensor, torch.Tensor,
 
 
 def embed_ranks(tokens: torch.Tensor, table: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the embedding rows [T, H] of `tokens` (int64 [T]).
+    """Returns the embedding rows [T, H] of `tokens` (int64 [T]).
 
     The embedding table is split evenly over the ranks; `table` has this rank's rows.
     """

@@ -219,7 +219,7 @@ def products(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes: Routes, tiles: Tiles,
     clamped: Clamped | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the weighted output [T, K, H] of each token's experts, for x [T, H].
+    """Returns the weighted output [T, K, H] of each token's experts, for x [T, H].
 
     The rows of padding tokens, which have no experts, are not written.
     """
@@ -254,7 +254,7 @@ def products(
 
 
 def total(each: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the sums [T, H] of `each` [T, K, H] over K; zeros for tokens past `live`."""
+    """Returns the sums [T, H] of `each` [T, K, H] over K; zeros for tokens past `live`."""
     tokens, top, hidden = each.shape
     out = torch.empty(tokens, hidden, dtype=each.dtype, device=each.device)
     block = min(2048, triton.next_power_of_2(hidden))
@@ -269,7 +269,7 @@ def each_expert(
     per_token: int, normalised: bool, load: torch.Tensor, live: torch.Tensor | None = None,
     router_bias: torch.Tensor | None = None, clamped: Clamped | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the weighted output [T, K, H] of each token's experts, for x [T, H]. The caller sums it over K.
+    """Returns the weighted output [T, K, H] of each token's experts, for x [T, H]. The caller sums it over K.
 
     The weights are tensors, or matrices of e4m3 numbers (moe_fp8.py). Adds the number of tokens of each expert to load
     int64 [E]. `live` int32 [1]: only the first `live` tokens are counted, and only their rows are written.

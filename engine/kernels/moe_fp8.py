@@ -179,7 +179,7 @@ def _down_kernel(
 def products(
     x: torch.Tensor, gate_up: ScaledMatrix, down: ScaledMatrix, routes: Routes, tiles: Tiles
 ) -> torch.Tensor:
-    """Return the weighted output [T, K, H] of each token's experts, for x [T, H] in bfloat16.
+    """Returns the weighted output [T, K, H] of each token's experts, for x [T, H] in bfloat16.
 
     With narrow tiles, activations are the sum of two numbers. The rows of padding tokens, which have no experts, are
     not written.

@@ -46,13 +46,13 @@ EIGHT_BITS = (  # gate_up rounds its result in groups of its n columns; down tak
 
 
 def tiles_for(tokens: int, per_token: int, experts: int, *, eight_bits: bool = False) -> Tiles:
-    """Return the tiles for a number of tokens. `eight_bits`: for weights of 8 bits."""
+    """Returns the tiles for a number of tokens. `eight_bits`: for weights of 8 bits."""
     per_expert = tokens * per_token / experts
     return next(tiles for most, tiles in (EIGHT_BITS if eight_bits else SIXTEEN_BITS) if per_expert <= most)
 
 
 def forms(most: int, hidden: int, experts: int, per_token: int, *, eight_bits: bool = False) -> list[int]:
-    """Return one step size, in tokens, for each form of the kernels that steps of up to `most` tokens use."""
+    """Returns one step size, in tokens, for each form of the kernels that steps of up to `most` tokens use."""
     found: dict[tuple[Tiles, Form], int] = {}
     for tokens in range(1, most + 1):
         tiles = tiles_for(tokens, per_token, experts, eight_bits=eight_bits)

@@ -357,7 +357,7 @@ class UnreadRecords:
                 self._count -= len(self._packets.popleft())
 
     def drain(self) -> list[Packet]:
-        """Return all packets, and forget them."""
+        """Returns all packets, and forget them."""
         with self._lock:
             drained, self._count = list(self._packets), 0
             self._packets.clear()
@@ -374,12 +374,12 @@ class Waiting:
         self._loop = loop
 
     def for_start(self) -> asyncio.Future[EngineInfo]:
-        """Return the description of the engine that starts now. Raises EngineError if it cannot start."""
+        """Returns the description of the engine that starts now. Raises EngineError if it cannot start."""
         self._ready = self._loop.create_future()
         return self._ready
 
     def for_answer(self, tag: int) -> asyncio.Future[Any]:
-        """Return the answer to the call `tag`. Raises InvalidRequest if the engine refuses the call."""
+        """Returns the answer to the call `tag`. Raises InvalidRequest if the engine refuses the call."""
         self._calls[tag] = self._loop.create_future()
         return self._calls[tag]
 

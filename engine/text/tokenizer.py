@@ -215,7 +215,7 @@ class Tokenizer:
                 raise PromptTooLong(count, self.context)
 
     def _encode_marked(self, rendered: str, mark: str) -> list[int]:
-        """Return the ids of a rendered chat. The mark is before each character of a control token's name in a message.
+        """Returns the ids of a rendered chat. The mark is before each character of a control token's name in a message.
 
         These names stay text. The chat is split at all other control tokens, as the tokenizer splits it. Each part
         between them is encoded alone.

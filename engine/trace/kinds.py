@@ -9,46 +9,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
-from engine.trace.kind import (
-    Accepted,
-    Blocks,
-    Chunks,
-    Count,
-    Counts,
-    CutNodes,
-    Detail,
-    Drafted,
-    Duration,
-    Factor,
-    GateState,
-    Kind,
-    Load,
-    MaybeDuration,
-    MaybeSigned,
-    Node,
-    OrNone,
-    PlannedStep,
-    Positive,
-    Request,
-    Requests,
-    Running,
-    Signed,
-    Text,
-    Work,
-)  # fmt: skip
+from engine.trace import kind
 from engine.trace.state import State
 from engine.trace.views import ACTIVE, FREE, NodeView, RequestView
 
 # ---- requests and the queue
 
 
-class Submit(Kind):
+class Submit(kind.Kind):
     """Joins the end of the waiting queue."""
 
-    request: Count
-    group: Text
-    prompt_tokens: Count
-    max_total: Count
+    request: kind.Count
+    group: kind.Text
+    prompt_tokens: kind.Count
+    max_total: kind.Count
 
     @staticmethod
     def apply(state: State, request: int, group: str, prompt_tokens: int, max_total: int) -> None:
@@ -56,24 +30,24 @@ class Submit(Kind):
         state.queue.append(request)
 
 
-class Refuse(Kind):
+class Refuse(kind.Kind):
     """Rejected before it became a request; the state does not change."""
 
-    group: Text
-    reason: Text
+    group: kind.Text
+    reason: kind.Text
 
 
-class Wait(Kind):
+class Wait(kind.Kind):
     """The head of the queue is not admitted; written when the reason changes."""
 
-    request: Request
-    reason: Text
+    request: kind.Request
+    reason: kind.Text
 
 
-class Order(Kind):
+class Order(kind.Kind):
     """The head of the queue was sorted (engine/core/policy.py); its request ids in the new order."""
 
-    queue: Counts
+    queue: kind.Counts
 
     @staticmethod
     def apply(state: State, queue: list[int]) -> None:
@@ -85,12 +59,12 @@ class Order(Kind):
             yield "its requests are not the first requests of the queue"
 
 
-class Admit(Kind):
+class Admit(kind.Kind):
     """Leaves the queue and gets a row. `reason`: "new" or "resumed"."""
 
-    request: Request
-    row: Count
-    reason: Text
+    request: kind.Request
+    row: kind.Count
+    reason: kind.Text
 
     @staticmethod
     def apply(state: State, request: int, row: int) -> None:
@@ -105,7 +79,7 @@ class Admit(Kind):
             yield f"r{request} is running already"
 
 
-class Match(Kind):
+class Match(kind.Kind):
     """Prefix match at admission or before a chunk: the tokens taken from the tree, and why the match stopped.
 
     `stop`: "whole" (all blocks that can be shared were taken), "differs" (at token `at`), "ends" (nothing is cached
@@ -113,11 +87,11 @@ class Match(Kind):
     "evicted" (the rest was evicted; `at` is the step).
     """
 
-    request: Running
-    tokens: Count
-    stop: Text
-    at: OrNone
-    detail: Detail
+    request: kind.Running
+    tokens: kind.Count
+    stop: kind.Text
+    at: kind.OrNone
+    detail: kind.Detail
 
     @staticmethod
     def apply(state: State, request: int, tokens: int, stop: str, at: int, detail: str) -> None:
@@ -134,12 +108,12 @@ class Match(Kind):
             yield f"r{request} holds too few blocks for {tokens:,} tokens"
 
 
-class Preempt(Kind):
+class Preempt(kind.Kind):
     """Releases its blocks and returns to the head of the queue."""
 
-    request: Running
-    reason: Text
-    blocks: Count
+    request: kind.Running
+    reason: kind.Text
+    blocks: kind.Count
 
     @staticmethod
     def apply(state: State, request: int) -> None:
@@ -151,22 +125,22 @@ class Preempt(Kind):
         state.queue.insert(0, request)
 
 
-class Requeue(Kind):
+class Requeue(kind.Kind):
     """Like preempt, after a failed step: the request's results in flight are dropped."""
 
-    request: Running
-    reason: Text
+    request: kind.Running
+    reason: kind.Text
 
     apply = Preempt.apply
 
 
-class Finish(Kind):
+class Finish(kind.Kind):
     """Releases row and blocks. `reason`: stop | length | abort | error: …; `output_tokens`: of the reply, without
     those that the last commit appended after a stop string."""
 
-    request: Request
-    reason: Text
-    output_tokens: Count
+    request: kind.Request
+    reason: kind.Text
+    output_tokens: kind.Count
 
     @staticmethod
     def apply(state: State, request: int) -> None:
@@ -179,11 +153,11 @@ class Finish(Kind):
 # ---- blocks and the tree
 
 
-class Alloc(Kind):
+class Alloc(kind.Kind):
     """Private blocks, appended to the request's table."""
 
-    request: Running
-    blocks: Blocks
+    request: kind.Running
+    blocks: kind.Blocks
 
     @staticmethod
     def apply(state: State, request: int, blocks: list[int]) -> None:
@@ -209,15 +183,15 @@ class Alloc(Kind):
             yield "its blocks are not the free blocks that are next"
 
 
-class Hold(Kind):
+class Hold(kind.Kind):
     """The request's table becomes the blocks on the path to `node`, and then its private blocks.
 
     The first `dropped` private blocks are freed: the request now shares blocks of equal content.
     """
 
-    request: Running
-    node: Node
-    dropped: Count
+    request: kind.Running
+    node: kind.Node
+    dropped: kind.Count
 
     @staticmethod
     def apply(state: State, request: int, node: int, dropped: int) -> None:
@@ -272,16 +246,16 @@ def _grow_faults(state: State, request: int, ids: list[int], blocks: list[int]) 
         yield f"its blocks are not the next private blocks of r{request}"
 
 
-class Insert(Kind):
+class Insert(kind.Kind):
     """A new leaf, made of the request's next private blocks. The request now holds it. The blocks are pending until
     `step` commits (-1: already written)."""
 
-    node: Count
-    parent: Count
-    request: Running
-    ids: Counts
-    blocks: Blocks
-    step: OrNone
+    node: kind.Count
+    parent: kind.Count
+    request: kind.Running
+    ids: kind.Counts
+    blocks: kind.Blocks
+    step: kind.OrNone
 
     @staticmethod
     def apply(
@@ -302,14 +276,14 @@ class Insert(Kind):
             yield f"r{request} does not hold node {parent}"
 
 
-class Extend(Kind):
+class Extend(kind.Kind):
     """Like insert, for a leaf that only this request holds."""
 
-    node: Count
-    request: Running
-    ids: Counts
-    blocks: Blocks
-    step: OrNone
+    node: kind.Count
+    request: kind.Running
+    ids: kind.Counts
+    blocks: kind.Blocks
+    step: kind.OrNone
 
     @staticmethod
     def apply(state: State, node: int, request: int, ids: list[int], blocks: list[int], step: int) -> None:
@@ -322,12 +296,12 @@ class Extend(Kind):
             yield f"node {node} is not a leaf held by r{request}"
 
 
-class Again(Kind):
+class Again(kind.Kind):
     """After insert or extend: prompt tokens of its blocks that were in the tree before. The request computes them again
     because their blocks were evicted."""
 
-    request: Running
-    tokens: Count
+    request: kind.Running
+    tokens: kind.Count
 
     @staticmethod
     def apply(state: State, tokens: int) -> None:
@@ -335,12 +309,12 @@ class Again(Kind):
             state.waste.evicted += tokens
 
 
-class Full(Kind):
+class Full(kind.Kind):
     """Without a prefix cache: the request's next full blocks. Each has the number of its text; two blocks have the same
     number if they hold the same tokens after the same prefix."""
 
-    request: Running
-    contents: Blocks
+    request: kind.Running
+    contents: kind.Blocks
 
     @staticmethod
     def apply(state: State, request: int, contents: list[int]) -> None:
@@ -353,12 +327,12 @@ class Full(Kind):
             yield f"r{request} has fewer blocks"
 
 
-class Split(Kind):
+class Split(kind.Kind):
     """The first `blocks` blocks of the node become a new parent, `upper`."""
 
-    node: Count
-    upper: Positive
-    blocks: Positive
+    node: kind.Count
+    upper: kind.Positive
+    blocks: kind.Positive
 
     @staticmethod
     def apply(state: State, node: int, upper: int, blocks: int) -> None:
@@ -381,11 +355,11 @@ class Split(Kind):
             yield f"node {upper} exists already"
 
 
-class Merge(Kind):
+class Merge(kind.Kind):
     """A node and its only child, which the same requests hold, become one node. It has the smaller of the two ids."""
 
-    upper: Positive
-    lower: Positive
+    upper: kind.Positive
+    lower: kind.Positive
 
     @staticmethod
     def apply(state: State, upper: int, lower: int) -> None:
@@ -413,12 +387,12 @@ class Merge(Kind):
             yield f"node {upper} has {node.users:,} users, node {lower} has {child.users:,}"
 
 
-class Evict(Kind):
+class Evict(kind.Kind):
     """The last `blocks` blocks of a leaf are evicted; an empty leaf is removed."""
 
-    node: Count
-    blocks: Positive
-    reason: Text
+    node: kind.Count
+    blocks: kind.Positive
+    reason: kind.Text
 
     @staticmethod
     def apply(state: State, node: int, blocks: int) -> list[int]:
@@ -435,10 +409,10 @@ class Evict(Kind):
             yield f"blocks of node {node} have copies"
 
 
-class Settle(Kind):
+class Settle(kind.Kind):
     """The pending blocks of this step are now written."""
 
-    step: OrNone
+    step: kind.OrNone
 
     @staticmethod
     def apply(state: State, step: int) -> None:
@@ -446,11 +420,11 @@ class Settle(Kind):
             del state.pending[block]
 
 
-class Withdraw(Kind):
+class Withdraw(kind.Kind):
     """The step failed. `nodes`: [(node, blocks kept)], deepest first; 0 removes the node."""
 
-    step: OrNone
-    nodes: CutNodes
+    step: kind.OrNone
+    nodes: kind.CutNodes
 
     @staticmethod
     def apply(state: State, step: int, nodes: list[tuple[int, int]]) -> None:
@@ -476,17 +450,17 @@ class Withdraw(Kind):
 # ---- steps
 
 
-class Step(Kind):
+class Step(kind.Kind):
     """A step was planned. `prefills`: [(request, start, n, samples)]; `joined`, `left`: the requests that joined and
     left the decoding set, each member of which advances by one token in every step; `tokens`: the part of the budget
     used; `waiting`: the number of requests left in the queue."""
 
-    step: Count
-    prefills: Chunks
-    joined: Requests
-    left: Requests
-    tokens: Count
-    waiting: Count
+    step: kind.Count
+    prefills: kind.Chunks
+    joined: kind.Requests
+    left: kind.Requests
+    tokens: kind.Count
+    waiting: kind.Count
 
     @staticmethod
     def apply(
@@ -516,28 +490,28 @@ class Step(Kind):
             yield "its prompt chunks have more tokens than the step"
 
 
-class Fail(Kind):
+class Fail(kind.Kind):
     """The step failed; its requests finish with an error."""
 
-    step: PlannedStep
-    error: Text
+    step: kind.PlannedStep
+    error: kind.Text
 
 
 # ---- speculation; only for steps with drafts
 
 
-class Draft(Kind):
+class Draft(kind.Kind):
     """Before the `step` record: [(request, draft tokens)]."""
 
-    step: OrNone
-    drafts: Drafted
+    step: kind.OrNone
+    drafts: kind.Drafted
 
 
-class Accept(Kind):
+class Accept(kind.Kind):
     """At the commit: [(request, drafted, accepted)]; adds `accepted` tokens to a request."""
 
-    step: OrNone
-    drafts: Accepted
+    step: kind.OrNone
+    drafts: kind.Accepted
 
     @staticmethod
     def apply(state: State, drafts: list[tuple[int, int, int]]) -> None:
@@ -554,21 +528,21 @@ class Accept(Kind):
 # ---- control
 
 
-class Gate(Kind):
+class Gate(kind.Kind):
     """"open" | "closed", and why."""
 
-    state: GateState
-    reason: Text
+    state: kind.GateState
+    reason: kind.Text
 
     @staticmethod
     def apply(view: State, state: str) -> None:
         view.gate = state
 
 
-class Pace(Kind):
+class Pace(kind.Kind):
     """Slow motion: every step takes this many times as long (1: off)."""
 
-    factor: Factor
+    factor: kind.Factor
 
     @staticmethod
     def apply(state: State, factor: float) -> None:
@@ -578,58 +552,58 @@ class Pace(Kind):
 # ---- timings, not part of the state
 
 
-class Time(Kind):
+class Time(kind.Kind):
     """`wall_ms`: from the plan, or from the results of the previous step if these came later, to its own results,
     without the delay by slow motion. `launch_us`, `device_ms`: None if unknown."""
 
-    step: PlannedStep
-    plan_us: Signed
-    launch_us: MaybeSigned
-    commit_us: Signed
-    wall_ms: Duration
-    device_ms: MaybeDuration
-    work: Work
+    step: kind.PlannedStep
+    plan_us: kind.Signed
+    launch_us: kind.MaybeSigned
+    commit_us: kind.Signed
+    wall_ms: kind.Duration
+    device_ms: kind.MaybeDuration
+    work: kind.Work
 
 
-class Parts(Kind):
+class Parts(kind.Kind):
     """Before the step's `time`. The first six add up to the host's time since the results of the previous step arrived,
     or since the idle engine got work. emit: output and commands between two steps; gate: pause and slow motion; wait:
     blocked until the device finished. The other three overlap with the six. gc: garbage collection; delayed: the
     process was ready to run while another program had the core, since the last step that has it (None: not read, as in
     most short steps, or not available); stops: how often a signal stopped the process."""
 
-    step: PlannedStep
-    commit_us: Signed
-    emit_us: Signed
-    gate_us: Signed
-    plan_us: Signed
-    launch_us: Signed
-    wait_us: Signed
-    gc_us: Signed
-    delayed_us: MaybeSigned
-    stops: Count
+    step: kind.PlannedStep
+    commit_us: kind.Signed
+    emit_us: kind.Signed
+    gate_us: kind.Signed
+    plan_us: kind.Signed
+    launch_us: kind.Signed
+    wait_us: kind.Signed
+    gc_us: kind.Signed
+    delayed_us: kind.MaybeSigned
+    stops: kind.Count
 
 
-class Comm(Kind):
+class Comm(kind.Kind):
     """Before the step's `time`, only with several ranks: rank 0's time in collectives. It includes the waiting for
     other ranks, except for a step replayed as CUDA graphs."""
 
-    step: PlannedStep
-    ranks: Positive
-    ms: Signed
+    step: kind.PlannedStep
+    ranks: kind.Positive
+    ms: kind.Signed
 
 
-class Experts(Kind):
+class Experts(kind.Kind):
     """[(layer, [tokens of each expert])] since the last `experts` record; a few times per second, for models with
     experts."""
 
-    step: PlannedStep
-    load: Load
+    step: kind.PlannedStep
+    load: kind.Load
 
 
-class First(Kind):
+class First(kind.Kind):
     """At the first token; the two times add up to the TTFT."""
 
-    request: Count
-    queue_ms: Signed
-    prefill_ms: Signed
+    request: kind.Count
+    queue_ms: kind.Signed
+    prefill_ms: kind.Signed

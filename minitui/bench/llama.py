@@ -32,7 +32,7 @@ ARCHITECTURES = {  # those whose tensors the writer knows
 }  # fmt: skip
 TYPES = {"none": "F32", "bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}  # kind of weights -> the nearest type in GGUF
 BITS = {"F32": 32.0, "BF16": 16.0, "Q8_0": 8.5, "Q4_0": 4.5}  # of a weight, with its share of the scale
-DIFFERENT_ROWS = 64  # a matrix repeats so many random rows
+DIFFERENT_ROWS = 64  # the random rows that a matrix repeats
 PACKAGES = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
 WARM_UP = 5  # decode steps that are not measured, as in rows.decode_steps
 MOST_TOKENS, CONTEXT = 512, 2048  # of a batch; of all sequences together

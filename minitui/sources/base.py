@@ -84,7 +84,7 @@ class Source(ABC):
         """Close the source; returns when it is closed."""
 
     async def ready(self) -> None:
-        """Return when the source can answer. Raises EngineDead if it could not be started or has ended."""
+        """Returns when the source can answer. Raises EngineDead if it could not be started or has ended."""
         await self._ready.wait()
         if self.error is not None:
             raise EngineDead(self.error)

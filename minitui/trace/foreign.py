@@ -8,20 +8,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
-from engine.trace.kind import Blocks, Count, Counts, Kind, Node, Positive, Running
+from engine.trace import kind
 from engine.trace.state import State
 from engine.trace.views import CACHED, FREE, NodeView
 
 REMOVED = "the server removed it"  # reason of an eviction that a server's KV events report: they name no reason
 
 
-class Copy(Kind):
+class Copy(kind.Kind):
     """Like hold, but the request keeps its own blocks: its next private `blocks` have the content of the tree's blocks
     on the path to `node`, and are cached as their copies."""
 
-    request: Running
-    node: Node
-    blocks: Blocks
+    request: kind.Running
+    node: kind.Node
+    blocks: kind.Blocks
 
     @staticmethod
     def apply(state: State, request: int, node: int, blocks: list[int]) -> None:
@@ -49,10 +49,10 @@ class Copy(Kind):
             yield f"its blocks are not the next private blocks of r{request}"
 
 
-class Uncopy(Kind):
+class Uncopy(kind.Kind):
     """A block that is a copy or has copies is evicted. The oldest copy takes the place of the tree's own block."""
 
-    block: Positive
+    block: kind.Positive
 
     @staticmethod
     def apply(state: State, block: int) -> None:
@@ -79,11 +79,11 @@ class Uncopy(Kind):
             yield f"block {block:,} is in use"
 
 
-class Swap(Kind):
+class Swap(kind.Kind):
     """A copy takes the place of the tree's own block, which becomes the oldest copy: it turned out to be the block that
     a new request gets."""
 
-    block: Positive
+    block: kind.Positive
 
     @staticmethod
     def apply(state: State, block: int) -> None:
@@ -99,14 +99,14 @@ class Swap(Kind):
             yield f"block {block:,} is no copy"
 
 
-class Store(Kind):
+class Store(kind.Kind):
     """A server reports cached content, but not which request computed it (minitui/vllm/cached_tree.py): a new leaf, or
     the end of a leaf that exists."""
 
-    node: Count
-    parent: Count
-    ids: Counts
-    blocks: Blocks
+    node: kind.Count
+    parent: kind.Count
+    ids: kind.Counts
+    blocks: kind.Blocks
 
     @staticmethod
     def apply(state: State, node: int, parent: int, ids: list[int], blocks: list[int]) -> None:

@@ -203,7 +203,7 @@ class AppBase(Notices):
         return (self.view.moment.oldest, self.view.moment.newest) if self.view.moment.newest >= 0 else (0, -1)
 
     def to_now(self) -> None:
-        """Return from the past to the present, where the effect of an action is visible."""
+        """Returns from the past to the present, where the effect of an action is visible."""
         if self.view.moment.travel_text:
             self.view.moment.present()
             self.view.leave_step(self.view.moment.horizon)

@@ -247,5 +247,5 @@ class ChatCommands:
         self.app.focus_prompt(transcripts.quoted_file(transcripts.named_file(name)))
 
     def to_now(self) -> None:
-        """Return from the past to the present."""
+        """Returns from the past to the present."""
         self.app.to_now()

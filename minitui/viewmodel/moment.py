@@ -227,7 +227,7 @@ class Moment:
         return True
 
     def present(self) -> None:
-        """Return to the live picture."""
+        """Returns to the live picture."""
         self.past = None
         self.history.past.back_to_present()
         self.shown = self.history.live

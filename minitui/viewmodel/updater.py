@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from minitui.viewmodel.view import View
 
 SLICE_S = 0.004  # length of a slice of folding
-SLICES_COLLECTED = 8  # the objects of so many slices are visited once more by the garbage collector
+SLICES_COLLECTED = 8  # slices whose objects the garbage collector visits once more
 KEY_POLL_S = 0.002  # while folding waits for a key, it tries again after this time
 AFTER_KEY_S = 0.050  # no folding and no frame for this time after a key press, so that its effect is drawn first
 AFTER_EFFECT_S = 0.020  # the same after the screen was drawn: a key may change it in two pictures

@@ -205,7 +205,7 @@ class CompiledDecoder:
         return logits
 
     def _for_rows(self, rows: int) -> tuple[Buffers, Calls]:
-        """Returns buffers for so many rows, and the calls of all layers, without the output matrix."""
+        """Returns buffers for this number of rows, and the calls of all layers, without the output matrix."""
         if self._prompt_calls is self._decode_calls or rows > self._prompt_buffers.rows:
             size = max(MOST_ROWS + 1, 1 << (rows - 1).bit_length()) if self._any_rows else MOST_ROWS
             self._prompt_buffers = Buffers(size, self._decoder, self._threads, self._max_length)

@@ -138,7 +138,7 @@ class ChatAnswer(OpenAIAnswer):
 async def prompt_of(
     service: Service, body: ChatRequest, tools: list[dict[str, Any]], last: int | None = None
 ) -> list[int]:
-    """Returns the ids of a request's prompt. `tools`: the prompt describes these. `last`: keep only so many ids."""
+    """Returns the ids of a request's prompt. `tools`: the prompt describes these. `last`: the number of ids to keep."""
     if body.chat_template is not None and not service.settings.trust_request_template:
         sentence = "requests cannot replace the chat template: start the server with --trust-request-chat-template"
         raise ApiError(400, sentence, "chat_template")

@@ -21,7 +21,7 @@ from minitui.teaching.stage import Stage
 from minitui.text import count, ms
 
 LARGEST_BATCH = 5  # requests
-CLOSING_STEPS = 24  # so many that one slow step changes their mean little
+CLOSING_STEPS = 24  # enough: one slow step changes their mean little
 SIZES = (1, 2, 4, 8)  # the smallest graphs
 GPU = recorded_device()
 SMALL_MODEL, LARGE_MODEL = GPU.models[SMALL], GPU.models[LARGE]

@@ -14,7 +14,7 @@ from minitui.viewmodel.board import Candidate, Candidates
 QUESTION = "What is temperature?"
 HOT = 2.5  # the temperature of the replies with a seed
 REPLY, GIVEN = 6, 3  # tokens of such a reply, and of its beginning that becomes part of a prompt
-TIMES = 3  # in the prediction, one token is so many times as likely as another
+TIMES = 3  # in the prediction, how much likelier one token is than another
 CLOSING = {"top_k": KEPT}
 MIN_P = 0.1  # of a closing question
 

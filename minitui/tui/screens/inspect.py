@@ -25,7 +25,7 @@ from minitui.viewmodel.view import View
 WIDE, TALL = 100, 32  # a smaller terminal shows one panel at a time
 BOTH = 44  # a terminal with fewer rows shows either the requests or the timeline of one
 BARS = (2, 1)  # `every` and `turn` (see Panel) of the top bar and the status bar
-SKIPPING_EVERY = 4  # while frames are skipped, a panel is painted in one of at least so many
+SKIPPING_EVERY = 4  # while frames are skipped, the least number of frames between two paintings of a panel
 PAINT_S = 0.005  # the panels of a frame are painted in turns of about this time
 
 

@@ -12,7 +12,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.rows import Row, Runs
 
 LABEL = 9  # cells for the scale
-UNEVEN = 8.0  # if the largest value is so many times the median, the scale is logarithmic
+UNEVEN = 8.0  # from this ratio of the largest value to the median, the scale is logarithmic
 
 
 @dataclass(frozen=True, slots=True)

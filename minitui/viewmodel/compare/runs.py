@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 KINDS = ("decode", "mixed", "prefill")
 DRAFTS, STALL = "drafts", "stall"  # parts of a decode phase: drafts were accepted; the longest gap between two tokens
-STALLED, FEW = 3.0, 4  # a gap of so many times the median is a stall; with fewer gaps, none is
+STALLED, FEW = 3.0, 4  # a gap is a stall from this multiple of the median, if there are at least FEW gaps
 
 
 @dataclass(frozen=True, slots=True)

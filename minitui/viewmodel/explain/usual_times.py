@@ -17,7 +17,7 @@ import numpy as np
 from minitui.text import ms
 
 LEAST_ALIKE = 5  # with fewer steps to compare with, the usual time is unknown
-ALIKE = 2.0  # prompts of up to so many times the tokens, and of at least the reciprocal, are alike
+ALIKE = 2.0  # prompts are alike if the ratio of their tokens is at most this, and at least its reciprocal
 SHORT = 64  # tokens: the lengths of shorter prompts make little difference
 MOST = (10, 90)  # percentiles: most steps lie between these
 

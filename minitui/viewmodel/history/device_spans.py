@@ -21,7 +21,7 @@ from minitui.viewmodel.history.steps import StepRow
 PERHAPS = "perhaps"  # the kind of a span in which the device may have computed the step
 WAITED = 0.1  # ms: a shorter wait is the cost of asking the device
 PRECISE = 0.25  # ms: if the two moments are not further apart, the step is drawn with its end between them
-CHAIN = 64  # of so many steps, the ends may follow from each other
+CHAIN = 64  # steps: the longest run of steps whose ends may follow from each other
 
 
 class End(NamedTuple):

@@ -17,7 +17,7 @@ from minitui.viewmodel.history.lane import Lane
 EVENTS_KEPT = 20_000
 SHORTEST_PAUSE_MS = 1.0  # shorter pauses are not mentioned
 EVENTS_ALWAYS = 4_000  # this many of the newest events are kept even after their records are dropped
-MOST_AHEAD = 8  # steps: so many are planned before the results of a step, at most
+MOST_AHEAD = 8  # the most steps that are planned before the results of a step
 KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse", "fail", "pace")
 
 

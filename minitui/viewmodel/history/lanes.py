@@ -204,7 +204,7 @@ class Lanes(Reader):
                     lane.taken.extend((step, accepted))
 
 
-ENDED_PER_ROW = 8  # a new layout places at most so many finished requests for each row
+ENDED_PER_ROW = 8  # the most finished requests for each row in a new layout
 
 
 class LaneRows:

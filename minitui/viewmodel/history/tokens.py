@@ -23,10 +23,10 @@ from minitui.viewmodel.history.lane import DECODING, OPEN, PREFILLING, Earlier, 
 from minitui.viewmodel.history.lanes import Lanes
 from minitui.viewmodel.history.steps import Steps
 
-IN_FLIGHT = 8  # one of so many last steps has results
+IN_FLIGHT = 8  # steps: at least one of the last ones has results
 LEAVING = 4_096  # steps whose tokens are summarised together
 FINISHED_KEPT = 256  # finished requests whose tokens are summarised
-MEASURED = 4_096  # the percentiles are those of so many recent gaps
+MEASURED = 4_096  # recent gaps, for the percentiles
 
 
 @dataclass(frozen=True, slots=True)

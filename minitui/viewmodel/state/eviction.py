@@ -10,7 +10,7 @@ from engine.trace.state import State
 from engine.trace.views import CACHED, FREE, NodeView
 from minitui.text import count
 
-PRESSURE_BLOCKS, PRESSURE_SHARE = 4, 0.05  # a pool with at most so many free blocks is under pressure
+PRESSURE_BLOCKS, PRESSURE_SHARE = 4, 0.05  # a pool is under pressure from this number of free blocks down
 
 
 class EvictionOrder:

@@ -23,7 +23,7 @@ from minitui.viewmodel.state.eviction import EvictionOrder
 
 REORDER_SECONDS = 2.0
 NAMED_BLOCKS = 3  # ranges of block numbers in the name of a node without a text
-NEXT = 4  # the nodes that are evicted next: so many are always shown
+NEXT = 4  # the number of nodes evicted next that are always shown
 CONTEXT_TOKENS = 16  # the number of the parent's last tokens that are decoded together with a node
 DOTS = "…"
 HEAD_TOKENS = 96  # the number of a node's first tokens that are decoded for its row

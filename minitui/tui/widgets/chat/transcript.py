@@ -24,7 +24,7 @@ from minitui.tui.widgets.rows import Run, plain
 LABEL = 9  # cells of the column with the speaker
 WIDEST = 96  # the most cells of text in a line: longer lines are hard to read
 MOST_SHOWN = 300_000  # characters of a chat, those of its newest messages first; they take about half a second
-ROOM_STEP = 50_000  # an older message shows fewer characters each time the newer ones have so many more
+ROOM_STEP = 50_000  # characters: each time that the newer messages have this number more, an older one shows fewer
 
 TONE_STYLES = {  # the style of each of markdown.TONES
     "text": "ink", "strong": "bold ink", "em": "ink", "code": "hit", "link": "underline hit", "heading": "bold hit",

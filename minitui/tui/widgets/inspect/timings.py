@@ -112,7 +112,7 @@ def slow_steps(
     slowest: list[StepRow], view: View, at: int, chosen: bool, width: int, rows: int, among: int
 ) -> list[Runs]:
     """Returns the list of the slowest steps, with the step at index `at`. `chosen`: it is highlighted. `among`: they
-    are the slowest ones of so many steps. The heading says so, and how many do not fit."""
+    are the slowest ones of a number of steps. The heading says so, and how many do not fit."""
     room, top, ends = rows - 1, list_top(slowest, at, rows), _ends(view, width)
     head = Row(f"slowest {len(slowest)}", "dim")
     for name, end in zip(("step", "took ms", "device"), ends, strict=False):
@@ -143,7 +143,7 @@ def slow_steps(
 LARGE_FROM = 15  # rows: a panel of this height shows the charts and the slowest steps
 WHOLE_LIST = 9  # rows: the tracks are left out of a panel with fewer for the list
 FOOT = 3  # rows for the whole cause of a step
-LEAST_LIST = 4  # rows: a smaller panel has the list without the charts if so many rows are free
+LEAST_LIST = 4  # free rows that a list without charts needs in a smaller panel
 SLOWEST = 10
 SPANS = (200, 1_000, 5_000, 32_768)  # the numbers of steps that the large form can show
 

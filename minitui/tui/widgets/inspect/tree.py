@@ -25,7 +25,7 @@ from minitui.viewmodel.view import View
 
 ROLE_STYLES = {"sys": "pool", "usr": "hit", "ast": "decode"}
 TALL = 16  # a panel with this many rows has a row for each of the nodes that are evicted next; a smaller one, one row
-LOW = 6  # a panel with so many rows has none for the number of free blocks
+LOW = 6  # rows: a panel of this height or less does not show the number of free blocks
 LARGE = 30  # a panel with this many rows also has the whole text of the selected node
 WHOLE_TOKENS = 2_048  # the most tokens of this text
 COLUMNS = (("tokens", 7), ("users", 6), ("saved", 6), ("evict #", 8))

@@ -48,7 +48,7 @@ PANEL_ROWS = 9
 MIN_PANEL_ROWS = 5  # below the text, a panel with nothing to show is hidden if fewer rows are left
 # Panel -> the panel under it. A narrow screen shows only the first of the two.
 PARTNERS = {"step": "lanes", "occupancy": "map", "slot": "map"}
-BOTH_ROWS = {"slot": 11}  # with so many rows, a narrow screen shows the partner of this panel, too
+BOTH_ROWS = {"slot": 11}  # from this number of rows, a narrow screen also shows the partner of this panel
 
 
 def arrangement(panel: str, below: int | None) -> dict[str, int | None]:
