@@ -92,18 +92,18 @@ class StressApp(AppBase):
             figures.clear()
         self._backlog = 0
         history = self.view.history
-        self._start = (time.monotonic(), time.process_time(), history.steps.last, history.live.state.seq)
+        self._began = (time.monotonic(), time.process_time(), history.steps.last, history.live.state.seq)
         self.set_timer(self.seconds, self._end)
 
     def _end(self) -> None:
-        wall = time.monotonic() - self._start[0]
+        wall = time.monotonic() - self._began[0]
         cpu, ages = sorted(self._cpu), sorted(self._ages)
         gaps = sorted(after - before for before, after in pairwise(self._ticks))
         self.figures = {
             "seconds": round(wall, 2),
-            "cpu_percent": round(100 * (time.process_time() - self._start[1]) / wall, 1),
-            "steps_per_s": round((self.view.history.steps.last - self._start[2]) / wall),
-            "records_per_s": round((self.view.history.live.state.seq - self._start[3]) / wall),
+            "cpu_percent": round(100 * (time.process_time() - self._began[1]) / wall, 1),
+            "steps_per_s": round((self.view.history.steps.last - self._began[2]) / wall),
+            "records_per_s": round((self.view.history.live.state.seq - self._began[3]) / wall),
             "frames_per_s": round(len(cpu) / wall, 1),
             "frame_ms_p50": round(1e3 * cpu[len(cpu) // 2], 2),
             "frame_ms_p99": round(1e3 * cpu[int(len(cpu) * 0.99)], 2),
@@ -154,7 +154,7 @@ class StressApp(AppBase):
         self._ticks.append(now)
         self._ages.append(now - made[0][1] if made else 0.0)
 
-    def run_command(self, action: str, argument: str = "") -> None:
+    def action_do(self, action: str) -> None:
         """Runs a command of the two screens."""
         if action == "step":
             self.action_step()

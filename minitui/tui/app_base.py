@@ -1,4 +1,4 @@
-"""The part of the application that screens, widgets and commands use.
+"""The part of the application that screens, widgets and commands use, with the start of the engine.
 
 Screens, widgets and commands import this file, and app.py imports them. If they imported app.py instead, the imports
 would form a cycle.
@@ -6,7 +6,9 @@ would form a cycle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import gc
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,10 +19,12 @@ from textual.filter import LineFilter
 from textual.widgets import TextArea
 
 from engine.errors import EngineError
+from engine.info import EngineInfo
 from engine.process.heartbeat import Condition
 from minitui import settings as settings_file
 from minitui.chat.conversation import Session
 from minitui.chat.describe import PAUSED
+from minitui.chat.prompt import Codec
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
 from minitui.sources.base import Source
@@ -29,7 +33,9 @@ from minitui.teaching.stage import Stage
 from minitui.tui.actions import ACTIONS, BY_ID, NEED_CONTROL, Action, key_label
 from minitui.tui.frame_limiter import FrameLimiter
 from minitui.tui.glyphs import use_ascii
+from minitui.tui.heap import set_thresholds
 from minitui.tui.line_filters import AsciiLines, VisibleLines
+from minitui.tui.screens.dialogs import ChoiceDialog, EngineDownDialog, TextDialog
 from minitui.tui.textual_insides import (
     LOST_S,
     KeyDone,
@@ -41,6 +47,8 @@ from minitui.tui.textual_insides import (
     noting_keys,
 )
 from minitui.tui.theme import THEMES
+from minitui.tui.widgets.chat.prompt import Prompt
+from minitui.tui.widgets.chat.transcript import Transcript
 from minitui.viewmodel.updater import Updater
 from minitui.viewmodel.view import View
 from minitui.visible import visible
@@ -48,10 +56,16 @@ from minitui.visible import visible
 KEY_DRAWN_S = 0.010  # from a key press to a picture of its effect
 
 
+def _answer(then: Callable[[str], object], answer: str | None) -> None:
+    if answer is not None:
+        then(answer)
+
+
 class AppBase(Notices):
-    """The state that all screens share. MinituiApp implements the methods that raise NotImplementedError."""
+    """The state that all screens share, and what screens, widgets and commands ask of the application."""
 
     TITLE = "minitui"
+    HELP_FIRST: ClassVar[tuple[tuple[str, str], ...]] = ()  # (title, text) pairs shown before the help of a screen
     ENABLE_COMMAND_PALETTE = False  # Commands.do_palette replaces Textual's palette
     # Group or id of ACTIONS that this application does not offer -> why. "" offers an action of such a group.
     NOT_OFFERED: ClassVar[dict[str, str]] = {
@@ -76,7 +90,11 @@ class AppBase(Notices):
         system: str,
         known_questions: list[str] | None = None,
         speaker: str = "model",
+        load_codec: Callable[[EngineInfo], Codec] | None = None,
+        script: Callable[[Any], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
+        """`load_codec` makes the tokenizer from the source's info; it runs in a thread. `script` runs when the engine
+        has started."""
         super().__init__()
         keep_no_lines()
         draw_sooner()
@@ -93,6 +111,8 @@ class AppBase(Notices):
         self.progress: dict[str, Any] | None = {"text": source.missing}  # None: the engine is not starting
         self.replays: list[str] = []  # ids of chats that /replay made: each reports its cache hit when its answer ends
         self.asking: Stage | None = None  # the demo that runs now; it controls the engine and asks for predictions
+        self.play_again: Callable[[], Coroutine[Any, Any, None]] | None = None  # set by a demo
+        self._load_codec, self._script = load_codec, script
         self._keys = KeyOrder()
         self._drawn_moment: tuple[int, str] | None = None  # (selection, time) of the last picture
         self.story = ""  # text of a demo or a recording, shown under the top bar
@@ -140,10 +160,6 @@ class AppBase(Notices):
         """Pass the prediction to the demo or the screen."""
         self._asks().guess(choice)
 
-    def run_command(self, action: str, argument: str = "") -> None:
-        """Run one of ACTIONS; an error is shown as a sentence."""
-        raise NotImplementedError
-
     # ---- the engine
 
     @property
@@ -182,13 +198,76 @@ class AppBase(Notices):
         """True if the engine has nothing to compute."""
         return not self.view.history.live.state.requests and not any(session.busy for session in self.chats.sessions)
 
-    async def start_over(self) -> None:
-        """Cancel all answers, empty the cache, return to real time and clear the history. A demo begins again."""
-        raise NotImplementedError
+    async def _start(self, again: bool = False) -> None:
+        load_codec = self._load_codec
+        assert load_codec is not None
+        self.progress = {"text": self.source.missing}
+        try:
+            await (self.source.restart if again else self.source.start)(self._on_progress)
+            codec = await asyncio.to_thread(load_codec, self.source.info)
+        except EngineError as error:
+            self.progress = None
+            self.chats.cancel_all(f"The engine could not start: {error}")  # no engine will answer waiting questions
+            self._show_engine_down("The engine could not start", str(error))
+            return
+        self.progress = None
+        self.view.texts.ids_to_text = partial(codec.decode, skip_special_tokens=False)
+        await self.feed.sync()
+        self.chats.use(codec)  # the waiting questions are sent now: a replay looks into the cache first
+        gc.collect()
+        set_thresholds()
+        gc.freeze()  # later collections skip the objects that exist now
+        if self._script and not again:
+            await self._script(self)
+
+    def _on_progress(self, progress: dict[str, Any]) -> None:
+        if self.progress is not None:  # not when a demo or a lesson replaces the engine
+            self.progress = progress
 
     def restart_engine(self) -> None:
         """Start the engine's process again. The chats are kept."""
-        raise NotImplementedError
+        self.feed.restart()
+        self.run_worker(self._start(again=True), group="start", exclusive=True)
+
+    async def start_over(self) -> None:
+        """Cancel all answers, empty the cache, return to real time and clear the history. A demo begins again."""
+        self.chats.cancel_all()
+        self.feed.frozen = False
+        self.view.moment.present()
+        try:
+            await self.source.control("resume")
+            await self.source.control("pace", factor=1)
+            for _ in range(300):  # until the cancelled answers have freed their blocks
+                if not self.view.history.live.state.requests:
+                    break
+                await asyncio.sleep(0.01)
+            await self.source.control("clear_cache")
+            await self.feed.sync()
+            if self.play_again:
+                await self.play_again()
+            else:
+                self.say("started over: the cache is empty")
+        except EngineError as error:
+            self.say(str(error), error=True)
+
+    def _show_engine_down(self, title: str, error: str, hang: bool = False) -> None:
+        self._close_hang()
+        if any(isinstance(screen, EngineDownDialog) and not screen.hang for screen in self.screen_stack):
+            return
+        log = str(self.source.log_file or "none")
+        self.push_screen(EngineDownDialog(title, error, log, hang), self._after_engine_down)
+
+    def _close_hang(self) -> None:
+        if isinstance(self.screen, EngineDownDialog) and self.screen.hang:
+            self.screen.dismiss("it answers")
+
+    def _after_engine_down(self, choice: str | None) -> None:
+        if choice == "restart":
+            self.restart_engine()
+        elif choice == "quit":
+            self.exit(return_code=1)
+        elif choice is None:
+            self.call_later(self.leave_prompt)  # outside the prompt q quits, as the dialog says
 
     # ---- time
 
@@ -230,10 +309,6 @@ class AppBase(Notices):
         groups = [state.requests[request].group for request in state.queue]
         return groups.index(session.id) + 1 if session.id in groups else 0
 
-    def submit(self, text: str) -> None:
-        """Run a text from the prompt: a slash command, or a question for the current chat."""
-        raise NotImplementedError
-
     def ask_question(self, text: str) -> None:
         """Ask in the current chat; if the question is refused, its text returns to the prompt."""
         try:
@@ -251,42 +326,48 @@ class AppBase(Notices):
         self.session = session
         self.view.select("group", session.id)
 
-    def pin(self, which: str) -> None:
-        """Let only the replica that `which` names answer the current chat."""
-        raise NotImplementedError
-
-    def unpin(self) -> None:
-        """Let every replica answer the current chat."""
-        raise NotImplementedError
-
     # ---- what is shown
+
+    def note_drawn(self) -> None:
+        self.feed.note_drawn()
 
     def focus_prompt(self, text: str | None = None) -> None:
         """Move the focus to the prompt, with `text` in it if given."""
-        raise NotImplementedError
+        self.switch_mode("chat")
+        if self.screen.query(Transcript):  # the screen is mounted, and no dialog is above it
+            prompt = self.screen.query_one(Prompt)
+            if text is not None:
+                prompt.put(text)
+                prompt.update_suggestion()
+            prompt.focus()
 
     def leave_prompt(self) -> None:
         """Move the focus out of the prompt, so that letters are keys, not text. A running answer continues."""
-        raise NotImplementedError
+        prompt, transcripts = self.focused, self.screen.query(Transcript)
+        if isinstance(prompt, Prompt) and transcripts:  # a dialog has a prompt, but no transcript
+            prompt.close_list()
+            transcripts.first().focus()
 
     def open_mode(self, mode: str) -> None:
         """Show another screen, with the focus outside the prompt."""
-        raise NotImplementedError
+        self.leave_prompt()  # letters are then keys when the user returns to the chats
+        self.switch_mode(mode)
 
     def ask_text(
         self, title: str, text: str, then: Callable[[str], object], lines: bool = False, selected: bool = False
     ) -> None:
         """Ask for a text, and call `then` with it; not after Escape. `lines` allows several lines. `selected`: typing
         replaces `text`."""
-        raise NotImplementedError
+        self.push_screen(TextDialog(title, text, lines, selected), partial(_answer, then))
 
-    def choose(self, title: str, choices: list[tuple[str, str]], then: Callable[[str], None]) -> None:
-        """Show (choice, explanation) pairs, and call `then` with the choice. After Escape, `then` is not called."""
-        raise NotImplementedError
-
-    def show_help(self) -> None:
-        """Show the help for this screen and for the panel with the focus."""
-        raise NotImplementedError
+    def choose(
+        self, title: str, choices: list[tuple[str, str]], then: Callable[[str], object],
+        searched: list[str] | None = None, first: int = 0,
+    ) -> None:  # fmt: skip
+        """Offer (choice, explanation) pairs, and call `then` with the choice; not after Escape. `searched` and `first`:
+        see ChoiceDialog."""
+        dialog = ChoiceDialog(title, choices, searched, first)
+        self.push_screen(dialog, partial(_answer, then))
 
     def copy_to_clipboard(self, text: str) -> None:
         """Copy visible characters only: in a shell, an escape sequence could end the paste and run a command."""

@@ -11,6 +11,7 @@ from minitui.tui.actions import BY_ID, BY_SLASH, key_label
 from minitui.tui.chat_commands import ChatCommands, whole_number
 from minitui.tui.panels import BY_KEY
 from minitui.tui.screens.bindings import CURSOR_KEYS, bindings_here
+from minitui.tui.screens.help import HelpScreen, name_of_text, panel_help
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.viewmodel.places import find
 
@@ -70,14 +71,6 @@ class Commands(ChatCommands):
         else:
             self.app.say(f"there is no command /{name}: type / for a list of commands", error=True)
         return False
-
-    # --- several servers
-
-    def do_pin(self, which: str) -> None:
-        self.app.pin(which)
-
-    def do_unpin(self, _: str) -> None:
-        self.app.unpin()
 
     # --- the engine
 
@@ -224,7 +217,9 @@ class Commands(ChatCommands):
         self.app.set_theme(wanted or ours[(ours.index(self.app.theme) + 1) % len(ours)])
 
     def do_help(self, _: str) -> None:
-        self.app.show_help()
+        app = self.app
+        about, here = name_of_text(app.screen, app.current_mode), bindings_here(app)
+        app.push_screen(HelpScreen(about, [*app.HELP_FIRST, *panel_help(app.focused)], here))
 
     def do_palette(self, _: str) -> None:
         rows: list[tuple[str, str]] = []

@@ -15,6 +15,7 @@ from minitui.sources.replicas import ReplicaSource
 from minitui.sources.routing import Opening, opening_of
 from minitui.sources.server_metrics import MetricsPoller
 from minitui.tui.app import MinituiApp
+from minitui.tui.commands import Commands
 from minitui.tui.openai_app import ForeignChatScreen, need_records
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.replicas import ReplicaScreen
@@ -42,12 +43,51 @@ class ForeignReplicaChatScreen(ForeignChatScreen):
     WELCOME_KEYS = (*ForeignChatScreen.WELCOME_KEYS, REPLICAS_KEY)
 
 
+class ReplicaCommands(Commands):
+    """The commands, with those about replicas."""
+
+    app: ReplicaApp
+
+    def do_pin(self, which: str) -> None:
+        """Let only the replica `which` (number or address) answer the current chat.
+
+        If `which` is empty, pin the chat to the replica chosen in the table. On other screens, the user chooses one of
+        the replicas from a list.
+        """
+        screen = self.app.screen
+        if which:
+            replica = self.app.replicas.find(which)
+        elif isinstance(screen, ReplicaScreen):
+            replica = screen.table.chosen
+        else:
+            reason = self.app.replicas.reason_against
+            rows = [(f"{r.number} {r.name}", reason(r) or r.model) for r in self.app.replicas.replicas]
+            self.app.choose("Pin this chat to", rows, lambda row: self.run("pin", row.split()[0]))
+            return
+        self.app.replicas.pins[self.app.session.id] = replica.url
+        trouble = self.app.replicas.reason_against(replica)
+        self.app.say(
+            f"chat {self.app.chats.number(self.app.session)} is pinned to {replica.title}"
+            + (f", which cannot answer now: {trouble}" if trouble else ""),
+            error=bool(trouble),
+        )
+
+    def do_unpin(self, _: str) -> None:
+        """Let every replica answer the current chat again."""
+        number = self.app.chats.number(self.app.session)
+        if self.app.replicas.pins.pop(self.app.session.id, None) is None:
+            self.app.say(f"chat {number} is not pinned")
+        else:
+            self.app.say(f"every replica may answer chat {number}")
+
+
 class ReplicaApp(MinituiApp):
     """The panels show one replica at a time: the replica of the current chat, or the replica chosen in the table.
 
     A line under the top bar gives the numbers of the replica in the panels and of the current chat's replica.
     """
 
+    COMMAND_TABLE = ReplicaCommands
     NOT_OFFERED: ClassVar[dict[str, str]] = {}
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (*MinituiApp.TABS, TAB)
     MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "chat": ReplicaChatScreen, "replicas": ReplicaScreen}
@@ -114,38 +154,6 @@ class ReplicaApp(MinituiApp):
         return 1.0 if self._elsewhere(session) else self.pace
 
     # ---- called by screens and commands
-
-    def pin(self, which: str) -> None:
-        """Let only the replica `which` (number or address) answer the current chat.
-
-        If `which` is empty, pin the chat to the replica chosen in the table. On other screens, the user chooses one of
-        the replicas from a list.
-        """
-        screen = self.screen
-        if which:
-            replica = self.replicas.find(which)
-        elif isinstance(screen, ReplicaScreen):
-            replica = screen.table.chosen
-        else:
-            reason = self.replicas.reason_against
-            rows = [(f"{r.number} {r.name}", reason(r) or r.model) for r in self.replicas.replicas]
-            self.choose("Pin this chat to", rows, lambda row: self.run_command("pin", row.split()[0]))
-            return
-        self.replicas.pins[self.session.id] = replica.url
-        trouble = self.replicas.reason_against(replica)
-        self.say(
-            f"chat {self.chats.number(self.session)} is pinned to {replica.title}"
-            + (f", which cannot answer now: {trouble}" if trouble else ""),
-            error=bool(trouble),
-        )
-
-    def unpin(self) -> None:
-        """Let every replica answer the current chat again."""
-        number = self.chats.number(self.session)
-        if self.replicas.pins.pop(self.session.id, None) is None:
-            self.say(f"chat {number} is not pinned")
-        else:
-            self.say(f"every replica may answer chat {number}")
 
     def on_replicas_chosen(self, message: Replicas.Chosen) -> None:
         """Keep this replica in the panels. If it is kept there already, the panels follow the current chat again."""

@@ -254,9 +254,6 @@ class SizedScreen(screen.Screen[Result]):
         super().__init__(name, id, classes)
         self._row_updates = RowUpdates()
 
-    def note_drawn(self) -> None:
-        """Called when the screen has been written."""
-
     def _screen_resized(self, size: Size) -> None:
         super()._screen_resized(self.app.size)
 
@@ -270,11 +267,15 @@ class SizedScreen(screen.Screen[Result]):
             app._display(self, cast("RenderableType", update))  # Textual calls `render_segments`
             self._dirty_widgets.clear()
             app._update_mouse_over(self)
-        self.note_drawn()
+        if isinstance(app, Notices):
+            app.note_drawn()
 
 
 class Notices(App[int]):
     """An application whose notices are plain text, and of which no two have the same text."""
+
+    def note_drawn(self) -> None:
+        """Called when the screen has been written."""
 
     def say(self, text: str, error: bool = False) -> None:
         """Show a sentence for a few seconds."""

@@ -22,7 +22,3 @@ class BaseScreen(SizedScreen[Result]):
     def hints(self) -> list[Hint]:
         """Returns the hints for the status bar, the most important first."""
         return [(self.app.key_of(action.id), action.footer) for action in self.app.actions if action.footer]
-
-    def note_drawn(self) -> None:
-        """Note the time: keys before it have had their effect."""
-        self.app.feed.note_drawn()

@@ -171,9 +171,6 @@ class ChatScreen(BaseScreen[None]):
         self.completions.styles.margin = (0, 2, self.prompt.outer_size.height, 2)
         self.call_after_refresh(self.completions.paint, self.app.view)
 
-    def on_prompt_sent(self, message: Prompt.Sent) -> None:
-        self.app.submit(message.text)
-
     def on_prompt_left(self) -> None:
         app = self.app
         if app.answer_waits:

@@ -14,7 +14,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from minitui.tui.screens.base import BaseScreen
+from minitui.tui.textual_insides import SizedScreen
 from minitui.tui.widgets.chat.prompt import Prompt
 from minitui.visible import visible, visible_line
 
@@ -33,7 +33,7 @@ FRAME_CSS = """
 """
 
 
-class Overlay(ModalScreen[Result], BaseScreen[Result]):
+class Overlay(ModalScreen[Result], SizedScreen[Result]):
     """A dialog. `dismiss` has no effect if the dialog is closed already, for example when a key is pressed twice."""
 
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
@@ -66,6 +66,7 @@ class TextDialog(Overlay[str | None]):
         prompt.focus()
 
     def on_prompt_sent(self, message: Prompt.Sent) -> None:
+        message.stop()
         self.dismiss(message.text)
 
     def on_prompt_left(self) -> None:

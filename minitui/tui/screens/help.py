@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from textual import events
+from textual import events, getters
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
@@ -18,6 +18,7 @@ from textual.widgets import Static
 
 from minitui.text import match_reasons
 from minitui.tui.actions import key_label
+from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.panels import PANELS
 from minitui.tui.screens.base import BaseScreen
@@ -160,7 +161,7 @@ def name_of_text(screen: Screen[Any], mode: str) -> str:
 
 def _reflowed(lines: list[str], width: int) -> list[str]:
     if not lines[0].startswith(" "):
-        return textwrap.wrap(" ".join(lines), width)
+        return textwrap.wrap(" ".join(lines), width, break_on_hyphens=False)
     entries: list[str] = []
     for line in lines:
         if entries and line.startswith(" " * 8):  # continues the entry above
@@ -171,12 +172,14 @@ def _reflowed(lines: list[str], width: int) -> list[str]:
     for entry in entries:
         column = re.match(r" +\S.*? {2,}", entry)
         hang = " " * (column.end() if column else 2)
-        rows += textwrap.wrap(entry, width, subsequent_indent=hang)
+        rows += textwrap.wrap(entry, width, subsequent_indent=hang, break_on_hyphens=False)
     return rows
 
 
 class HelpScreen(Overlay[None]):
     """Shows `before` ((title, text) pairs), then ABOUT[`about`], then the keys `here`, then all actions."""
+
+    app = getters.app(AppBase)
 
     DEFAULT_CSS = """
     HelpScreen {

@@ -182,7 +182,7 @@ class LectureScreen(BaseScreen[None]):
         else:
             if self._why.predicting:
                 self._stepping_from = view.history.steps.last
-            self.app.run_command("step")
+            self.call_later(self.app.run_action, "do('step')")
             return
         self.paint(view)
 

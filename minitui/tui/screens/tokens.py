@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
+from textual import getters
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from engine.errors import EngineError
 from minitui.chat.alternatives import alternatives
+from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.dialogs import Overlay
 from minitui.tui.widgets.base import LinePanel, Picture
@@ -83,6 +85,8 @@ class TokenPanel(LinePanel):
 
 class TokensScreen(Overlay[None]):
     """The dialog with a TokenPanel. Every chosen token is a request for one token, which the panels show too."""
+
+    app = getters.app(AppBase)
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,k", "dismiss", "close", show=False, id="tokens.close")]
     DEFAULT_CSS = """

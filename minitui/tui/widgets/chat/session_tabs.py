@@ -121,7 +121,7 @@ class SessionTabs(Bar):
         for start, end, session in self._places:
             if start <= column < end:
                 if session is None:
-                    self.app.run_command("new")
+                    self.call_later(self.app.run_action, "do('new')")
                 else:
                     self.app.select_session(session)
 
