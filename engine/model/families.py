@@ -57,7 +57,6 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-WINDOWS = "sliding_window use_sliding_window"
 LLAMA_BIASES: dict[str, Any] = {
     "qkv_bias": "attention_bias", "output_bias": "attention_bias", "mlp_bias": "mlp_bias",
 }  # fmt: skip

@@ -199,7 +199,6 @@ Positive = Annotated[int, positive]
 OrNone = Annotated[int, position]  # a step, row or position; -1: none
 Sequence = Annotated[int, sequence]
 Text = Annotated[str, text]
-Flag = Annotated[bool, boolean]
 Counts = Annotated[list[int], counts]
 Blocks = Annotated[list[int], blocks]
 Duration = Annotated[float, duration]

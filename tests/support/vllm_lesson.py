@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from engine.info import EngineInfo
 from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import load_codec
 from minitui.cli.teaching import lesson_source
@@ -24,7 +25,7 @@ from tests.support.vllm_direct import Kept
 LESSON = 6
 
 
-async def run_here() -> tuple[dict[str, Any], list[tuple[list[int], list[int]]]]:
+async def run_here() -> tuple[EngineInfo, list[tuple[list[int], list[int]]]]:
     """Returns facts about this engine, and the prompt and the reply of each request."""
     _, source, _ = lesson_source(LESSON)
     async with plain_stage(source, Sampling(temperature=0), load_codec, system="", say=print, beat=0.0) as stage:
@@ -34,7 +35,7 @@ async def run_here() -> tuple[dict[str, Any], list[tuple[list[int], list[int]]]]
         return source.info, [(ids, chat.ids[len(ids) :]) for ids, chat in zip(prompts, chats, strict=True)]
 
 
-def run_vllm(info: dict[str, Any], texts: list[tuple[list[int], list[int]]]) -> list[Any]:
+def run_vllm(info: EngineInfo, texts: list[tuple[list[int], list[int]]]) -> list[Any]:
     """Returns the messages of vLLM's scheduler."""
     import minitui.vllm.recorder as recording
     from tests.support.vllm_driver import Load, make_scheduler
@@ -58,10 +59,8 @@ def main() -> None:
     translator = Translator(*init)
     recorder = Recorder(FILE)
     facts = {name: init[1][name] for name in ("engine", "num_blocks", "block_size", "dtype", "prefix_caching")}
-    recorder.begin(
-        {**facts, "model": "tutor", "device": "no model: only the scheduler", "random_text": True},
-        translator.blocks.state.snapshot(),
-    )  # fmt: skip
+    about = EngineInfo(**facts, model="tutor", device="no model: only the scheduler", random_text=True)
+    recorder.begin(about, translator.blocks.state.snapshot())
     for message in messages:
         translator.take(message)
     recorder.feed(translator.drain())

@@ -80,7 +80,7 @@ def delayed_run(at: str) -> tuple[View, int]:
     phase, length = (QUEUED, 5) if at == "queue" else (PREFILLING, 0)
     request, step = next(
         (lane.id, begin + length // 2)
-        for lane in folded(load, records).lanes.ended if lane.submitted_step > 150
+        for lane in folded(load, records).history.lanes.ended if lane.submitted_step > 150
         for code, begin, end in lane.spans if code == phase and end - begin >= length
     )  # fmt: skip
     changed: list[Any] = []

@@ -142,13 +142,13 @@ def test_timings_and_vitals_show_the_tokens_per_row(played: Run) -> None:
 
 def test_the_sentence_of_a_step_has_its_drafts_and_the_accepted_ones(played: Run) -> None:
     alone = drafting_step(played, 1)
-    (request, drafted, accepted), *_ = played.view(alone).steps.get(alone).drafts  # type: ignore[union-attr]
+    (request, drafted, accepted), *_ = played.view(alone).history.steps.get(alone).drafts  # type: ignore[union-attr]
     told = narrate(played.view(alone), alone)
     assert f"r{request} also verifies {drafted} draft token" in told and "copied from earlier in its text" in told
     assert f"so it advances by {accepted + 1} tokens." in told
     assert f"r{request} starts block" not in told, "not with the token that it decodes"
     several = drafting_step(played, 2)
-    row = played.view(several).steps.get(several)
+    row = played.view(several).history.steps.get(several)
     assert row is not None
     told = narrate(played.view(several), several)
     assert f"verify {row.drafted} draft tokens: {row.accepted} are accepted" in told

@@ -69,7 +69,6 @@ QUANTITIES = (
     Quantity("drafted", "drafts checked", "number of drafts checked", less=None),
     Quantity("accepted", "drafts accepted", "number of drafts accepted", less=None),
 )
-BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}
 EACH = ("tok_s", "first_p50", "first_p99", "gap_p50", "gap_p99", "gap_longest")  # not totals: also for unlike runs
 OPTIONAL = ("twice", "delayed", "preemptions", "evicted", "drafted", "accepted")  # left out if both runs have none
 # The candidates for the sentence about two runs of which nothing else is known, and for "In return".

@@ -16,7 +16,7 @@ import numpy as np
 from minitui.viewmodel.explain.cost_models import first_model
 from minitui.viewmodel.history.lane import DECODING, FINISHED, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.viewmodel.history.spans import REQUESTS, Span
-from minitui.viewmodel.history.steps import IDLE_SHOWN
+from minitui.viewmodel.history.steps import IDLE_SHOWN, KINDS
 from minitui.viewmodel.history.tokens import Arrivals, percentiles
 from minitui.viewmodel.view import View
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from minitui.trace.reader import TraceReader
 
 
-KINDS = ("decode", "mixed", "prefill")
 DRAFTS, STALL = "drafts", "stall"  # parts of a decode phase: drafts were accepted; the longest gap between two tokens
 STALLED, FEW = 3.0, 4  # a gap is a stall from this multiple of the median, if there are at least FEW gaps
 
@@ -171,12 +170,10 @@ class Run:
         low = max(0, int(np.searchsorted(clock.ends, begin, "right")))
         high = min(len(clock.begins), int(np.searchsorted(clock.begins, end, "left")))
         at = self._at[low:high]
-        prompt, decodes = steps.prefilled(at) > 0, steps.column("decodes")[at] > 0
-        kinds = prompt.astype(int) + (prompt & ~decodes)
         return [
             Span(KINDS[kind], self.first + i, float(clock.begins[i]), float(clock.ends[i]),
                  float(clock.ends[i] - clock.begins[i]))
-            for i, kind in zip(range(low, high), kinds.tolist(), strict=True)
+            for i, kind in zip(range(low, high), steps.kinds(at).tolist(), strict=True)
         ]  # fmt: skip
 
     def phases(self, unit: str, lane: Lane) -> list[Span]:

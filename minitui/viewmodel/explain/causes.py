@@ -109,14 +109,14 @@ class Explanation:
         return sum(prefill.ms for prefill in self.prefills) + (self.beside.ms if self.beside is not None else 0.0)
 
 
-def explain(row: StepRow, model: CostModel) -> Explanation | None:
-    """Returns the step's time compared with the time that the model expects; None if the step's time is unknown.
+def explain(row: StepRow, model: CostModel | None) -> Explanation | None:
+    """Returns the step's time compared with the time that the model expects; None if one of them is unknown.
 
     Recordings of older versions have no parts, so their explanations have no causes.
     """
-    steps, parts = model.steps, row.parts
-    if row.wall_ms is None or row.step not in steps:
+    if model is None or row.wall_ms is None or row.step not in model.steps:
         return None
+    steps, parts = model.steps, row.parts
     window = windows(steps, np.array([row.step % steps.capacity]))
     times = model.expected(window)
     took, expected, prefilling = float(window.took[0]), float(times.total[0]), bool(times.with_prefill[0])
@@ -210,8 +210,7 @@ class _Part:
 def _host_parts(window: Windows, row: StepRow, model: CostModel, lacking: bool) -> list[_Part]:
     """Returns the host's parts in a window, each with the step that it belongs to. `lacking`: the usual times are those
     without prompts, as the expected time is."""
-    steps, took = model.steps, {name: float(values[0]) for name, values in window.parts.items()}
-    own = {name: float(window.own[name][0]) if window.here[0] else 0.0 for name in PLANNED}
+    steps, (took, own) = model.steps, _measured(window)
     told = WITHOUT_PREFILL | (not lacking)
     usual = {i: {name: float(part.of(work * told)[0]) for name, part in model.host.items()}
              for i, work in ((-1, window.before), (0, window.work), (1, window.ahead))}  # fmt: skip
@@ -229,18 +228,23 @@ def _host_parts(window: Windows, row: StepRow, model: CostModel, lacking: bool) 
     return found
 
 
+def _measured(window: Windows) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns (the host's parts of a window, the step's own plan and launch in it)."""
+    own = {name: float(window.own[name][0]) if window.here[0] else 0.0 for name in PLANNED}
+    return {name: float(values[0]) for name, values in window.parts.items()}, own
+
+
 def _prefill_parts(window: Windows, row: StepRow, i: int) -> tuple[Cause, ...]:
     """Returns the measured times of the step `row.step + i` in this window, the longest first."""
-    took = {name: float(values[0]) for name, values in window.parts.items()}
-    own = {name: float(window.own[name][0]) if window.here[0] else 0.0 for name in PLANNED}
+    if row.parts is None:  # the longest may be missing
+        return ()
+    took, own = _measured(window)
     if i < 0:
         found = {"commit": took["commit"]}
     elif i > 0:
         found = {name: took[name] - own[name] for name in PLANNED}
     else:
         found = {**own, "device": row.device_ms or 0.0}
-    if row.parts is None:  # the longest may be missing
-        return ()
     return tuple(sorted((Cause(name, ms, name) for name, ms in found.items()), key=lambda part: -part.ms))
 
 

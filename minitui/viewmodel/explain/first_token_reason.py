@@ -102,8 +102,7 @@ def _pauses(view: View, row: StepRow | None, after: float, queue_ms: float) -> l
     found = []
     while row is not None and row.took_ms is not None and row.parts is not None and queue_ms > 0:
         within = min(queue_ms, row.took_ms - after)
-        model = view.models.of(row.step)
-        reason = explain(row, model) if model is not None else None
+        reason = explain(row, view.models.of(row.step))
         for cause in reason.causes if reason is not None else ():
             ms = cause.ms - (row.took_ms - within)  # the pause may lie in the rest of the step
             if cause.key in PAUSES and ms > 0:

@@ -121,8 +121,7 @@ def explain_step(
 ) -> Reason:
     """Returns the causes of `took` ms of a step. `prompts_of`: names the cost of prompts, as seen from a step. `began`:
     the time of the step before these, which is part of its usual time."""
-    model = view.models.of(row.step)
-    found = explain(row, model) if model is not None else None
+    found = explain(row, view.models.of(row.step))
     if found is None:
         return Reason(None, (), took)
     usual = max(0.0, min(took, found.expected - found.prefill - began))

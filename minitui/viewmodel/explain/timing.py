@@ -23,8 +23,8 @@ from minitui.viewmodel.explain.causes import (
 )  # fmt: skip
 from minitui.viewmodel.explain.cost_model import CostModel
 from minitui.viewmodel.explain.limits import Limit, OtherPrograms, limits
-from minitui.viewmodel.history.steps import StepRow, Steps
-from minitui.viewmodel.history.tokens import FirstToken, FirstTokens
+from minitui.viewmodel.history.steps import KINDS, StepRow, Steps
+from minitui.viewmodel.history.tokens import FirstToken, FirstTokens, percentiles
 
 WINDOW_SECONDS = 10.0
 LEAST_REST = 0.01  # a smaller share of the excess is not called unexplained
@@ -94,7 +94,7 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     at = at[-max(1, int(np.searchsorted(spent, WINDOW_SECONDS * 1e3, "right"))) :]
     wall = steps.column("took")[at]
     decodes = steps.column("decodes")[at]
-    prefills = steps.prefilled(at)
+    kinds = steps.kinds(at)
     drafted, accepted = int(steps.column("drafted")[at].sum()), int(steps.column("accepted")[at].sum())
     numbers = steps.column("step")[at]
     worst = steps.get(int(numbers[int(wall.argmax())])) if len(wall) else None
@@ -105,16 +105,14 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     overlapped = bool((device[known] > OVERLAPPED * wall[known] + 0.05).any())
     took = np.where(known, device, wall) if overlapped else wall
     total = float(took.sum()) or 1.0
-    decoding = wall[prefills == 0]
+    decoding = wall[kinds == 0]
     comm = steps.column("comm")[at]
     exchanged = ~np.isnan(comm)
     launch = steps.column("launch")[at]
     host = steps.column("plan")[at] + np.nan_to_num(launch) + steps.column("commit")[at]
     rows = [steps.get(int(n)) for n in numbers[-recent:]]
     return Timings(
-        decode=_stats(took[prefills == 0], total),
-        mixed=_stats(took[(prefills > 0) & (decodes > 0)], total),
-        prefill=_stats(took[(prefills > 0) & (decodes == 0)], total),
+        **{name: _stats(took[kinds == kind], total) for kind, name in enumerate(KINDS)},
         by_device=overlapped,
         median_ms=float(np.median(decoding if len(decoding) else wall)),
         seconds=float(wall.sum()) / 1e3,
@@ -151,7 +149,7 @@ def took_words(row: StepRow) -> str:
 def why_briefly(row: StepRow, model: CostModel | None) -> str:
     """Returns `why_slow` for a narrow panel, the largest part first: "prefill of r64 17.9, launch +12.3", or "next
     step's prefill of r64 17.9" if this was launched meanwhile. A cost without a plus is expected."""
-    explanation = explain(row, model) if model is not None else None
+    explanation = explain(row, model)
     if model is None or explanation is None:
         return ""
     excess = _excess(explanation)
@@ -173,7 +171,7 @@ def why_briefly(row: StepRow, model: CostModel | None) -> str:
 def usual_words(row: StepRow, model: CostModel | None) -> str:
     """Returns "within 25 % of the expected 12.2 ms" for a step that prompts did not make longer and that has no excess
     to explain; else an empty string."""
-    found = explain(row, model) if model is not None else None
+    found = explain(row, model)
     if found is None or found.beside is not None or _excess(found) or found.prefill > WORTH * found.expected:
         return ""
     if found.untold:
@@ -207,13 +205,7 @@ def _excess(explanation: Explanation) -> list[Cause]:
 def _stats(wall: np.ndarray, total: float) -> KindStats:
     if not len(wall):
         return KindStats()
-    return KindStats(
-        steps=len(wall),
-        p50=float(np.percentile(wall, 50)),
-        p99=float(np.percentile(wall, 99)),
-        worst=float(wall.max()),
-        share=float(wall.sum()) / total,
-    )
+    return KindStats(len(wall), *percentiles(wall), worst=float(wall.max()), share=float(wall.sum()) / total)
 
 
 def why_slow(row: StepRow, model: CostModel | None, always: bool = False) -> str:
@@ -221,7 +213,7 @@ def why_slow(row: StepRow, model: CostModel | None, always: bool = False) -> str
     "expected 6.9 ms, +83.9: garbage collection 80.1, unexplained 3.8". Empty while too few steps are timed.
     If other steps took as much longer, the text also has the prompts' measured times: "(measured: launch 36.1 ms)".
     `always`: a difference within the usual variation, which has no causes, has words, too."""
-    explanation = explain(row, model) if model is not None else None
+    explanation = explain(row, model)
     if model is None or explanation is None:
         return ""
     text = f"expected {ms(explanation.expected)} ms"
@@ -250,9 +242,6 @@ def why_slow(row: StepRow, model: CostModel | None, always: bool = False) -> str
     unexplained = any(part.key == "unexplained" for part in parts)
     ended_only = " (this engine reports only when a step ended)" * (not model.reports and unexplained)
     return f"{text}, +{ms(excess)}: {told}{ended_only}"
-
-
-KINDS = ("decode", "mixed", "prefill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,9 +282,7 @@ def step_times(steps: Steps, horizon: int, count: int) -> StepTimes:
     """Returns the times of the timed steps among the last `count` steps up to step `horizon`."""
     at = steps.indices(horizon - count + 1, horizon)
     at = at[~np.isnan(steps.column("wall")[at])]
-    prefilled, decodes = steps.prefilled(at), steps.column("decodes")[at]
-    kind = np.where(prefilled == 0, 0, np.where(decodes > 0, 1, 2))
-    return StepTimes(steps.column("step")[at], steps.column("took")[at], kind)
+    return StepTimes(steps.column("step")[at], steps.column("took")[at], steps.kinds(at))
 
 
 def rows_of(steps: Steps, numbers: list[int]) -> list[StepRow]:

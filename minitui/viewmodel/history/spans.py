@@ -25,7 +25,6 @@ from minitui.viewmodel.history.steps import GATE_SHOWN, PARTS, StepRow, Steps
 NOT_REPORTED = "not reported"  # what the host did is not in the records
 LAUNCH_OR_WAIT = "launch or wait"  # both, and the records do not separate them
 HOST = ("commit", "emit", "gate", "plan", "launch", "wait", LAUNCH_OR_WAIT, NOT_REPORTED, "idle")
-PAUSES = ("gc", "delayed", "stop")
 REQUESTS = {QUEUED: "queued", PREFILLING: "prefill", DECODING: "decode", PREEMPTED: "preempted", FINISHED: "finished"}
 NOISE = 0.1  # ms: the time between two records may differ by this much from the sum of the measured parts
 

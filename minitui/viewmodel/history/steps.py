@@ -16,7 +16,7 @@ from engine.trace.state import State
 
 Chunk = tuple[int, int, int, bool]  # request, start, tokens, True if the step samples a token after the chunk
 Draft = tuple[int, int, int]  # request, tokens drafted, tokens accepted (-1: not known yet)
-KINDS = ("", "decode", "mixed", "prefill")
+KINDS = ("decode", "mixed", "prefill")  # of steps
 PARTS = ("commit", "emit", "gate", "plan", "launch", "wait")  # parts of the host's time, as in the record "parts"
 
 
@@ -397,6 +397,10 @@ class Steps(Reader):
     def prefilled(self, at: np.ndarray) -> np.ndarray:
         """Returns, for each step at these column indices, the number of prompt tokens computed."""
         return self.column("tokens")[at] - self.column("decodes")[at] - self.column("drafted")[at]
+
+    def kinds(self, at: np.ndarray) -> np.ndarray:
+        """Returns the kinds of the steps at these column indices, as indices of KINDS."""
+        return np.where(self.prefilled(at) == 0, 0, np.where(self.column("decodes")[at] > 0, 1, 2))
 
     def gate_ms(self, step: int) -> float | None:
         """Returns how long a pause or slow motion delayed a step; None if this was not recorded."""

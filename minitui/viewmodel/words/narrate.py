@@ -45,7 +45,7 @@ def why_long(view: View, row: StepRow) -> str:
     """Returns "expected 6.9 ms, +83.9: garbage collection 80.1" for a slow step, for one that prompts made long, or for
     one whose measured parts took longer than expected, as other such steps vary; else an empty string."""
     model = view.models.of(row.step)
-    found = explain(row, model) if model is not None else None
+    found = explain(row, model)
     told = found is not None and (found.long or found.varied)
     return why_slow(row, model, always=bool(found and found.varied)) if told else ""
 
