@@ -15,17 +15,19 @@ from engine.params import RequestOutputKind, SamplingParams, StructuredOutputsPa
 if TYPE_CHECKING:
     from engine.async_llm import AsyncLLM, AsyncLLMEngine
     from engine.beam_search import BeamSearchOutput, BeamSearchParams
-    from engine.llm import LLM
+    from engine.llm import LLM, cleanup_dist_env_and_memory
     from engine.llm_engine import LLMEngine
+    from engine.metrics.values import Counter, Gauge, Histogram, Vector
     from engine.options import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from engine.profiler import ProfilerConfig
     from engine.prompts import TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchOutput", "BeamSearchParams", "CheckpointError",
-    "CompletionOutput", "EngineArgs", "EngineDead", "EngineError", "FlexibleArgumentParser", "InvalidRequest",
-    "LLMEngine", "Logprob", "RequestOutput", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams",
-    "TextPrompt", "TokensPrompt",
+    "CompletionOutput", "Counter", "EngineArgs", "EngineDead", "EngineError", "FlexibleArgumentParser", "Gauge",
+    "Histogram", "InvalidRequest", "LLMEngine", "Logprob", "ProfilerConfig", "RequestOutput", "RequestOutputKind",
+    "SamplingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "Vector", "cleanup_dist_env_and_memory",
 ]  # fmt: skip
 
 # These modules are imported only when they are used: importing torch takes a second, and tokenizers 0.1 s.
@@ -34,7 +36,8 @@ MODULE_OF = {
     "EngineArgs": "options", "AsyncEngineArgs": "options", "FlexibleArgumentParser": "options",
     "TextPrompt": "prompts", "TokensPrompt": "prompts", "BeamSearchParams": "beam_search",
     "BeamSearchOutput": "beam_search", "RequestOutput": "outputs", "CompletionOutput": "outputs",
-    "Logprob": "outputs",
+    "Logprob": "outputs", "ProfilerConfig": "profiler", "cleanup_dist_env_and_memory": "llm",
+    "Counter": "metrics.values", "Gauge": "metrics.values", "Histogram": "metrics.values", "Vector": "metrics.values",
 }  # fmt: skip
 
 

@@ -121,18 +121,26 @@ class AsyncLLM:
         return SamplingParams(**(await self.start()).info.generation)
 
     async def pause_generation(self, *, mode: str = "keep") -> None:
-        """Pause the engine between two steps. All requests stay and continue after resume_generation."""
+        """Pause the engine between two steps. All requests stay and continue after resume_generation.
+
+        When this returns, the readers of `generate` have got everything that was computed.
+        """
         if mode != "keep":
             raise InvalidRequest(f"mode is {mode!r}: it must be 'keep', all requests stay; abort() ends one", "mode")
         await (await self.start()).control("pause")
+        left, same = -1, 0
+        while same < 4:  # until the readers have what came before the answer; one that does not read is left alone
+            unread = sum(stream.unread for streams in self._streams.values() for stream in streams)
+            left, same = unread, same + 1 if unread == left else 0
+            await asyncio.sleep(0)
 
     async def resume_generation(self) -> None:
         """Let a paused engine run."""
         await (await self.start()).control("resume")
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Returns True, as in vLLM."""
-        await (await self.start()).control("clear_cache")
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes, as LLMEngine.reset_prefix_cache does. Returns True, as in vLLM."""
+        await (await self.start()).control("clear_cache", preempt=reset_running_requests)
         return True
 
     async def close(self) -> None:

@@ -74,7 +74,7 @@ def build_engine(
     directory = resolve_model(
         config.model, on_progress=report, weights=not config.dummy_weights, tokenizer=config.load_tokenizer
     )
-    model = read_model_config(directory)
+    model = read_model_config(directory, config.hf_overrides)
     text = f"loading {Path(config.model).name}"
     report({"stage": "model", "done": 0, "total": 0, "text": text, "model_dir": str(directory)})
     kept_files.begin(config, directory, model)

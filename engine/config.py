@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from engine.errors import EngineError
 from engine.trace.eviction import EVICTION_POLICIES
@@ -38,6 +39,7 @@ class EngineConfig:
     """The settings of an engine. `resolve` (engine/worker/limits.py) replaces None and "auto" with values."""
 
     model: str = ""  # a directory, or the name of a model on the Hugging Face hub
+    hf_overrides: dict[str, Any] | None = None  # values that replace those of config.json
     # auto: float32 on a CPU; on a GPU the checkpoint's type, or bfloat16 if that is float32 or `quantization` needs it.
     dtype: str = "auto"
     # The type of the weight matrices. none: `dtype`; bf16, int8 or int4: on a CPU; fp8: on a GPU; checkpoint: on a GPU,
@@ -90,6 +92,8 @@ class EngineConfig:
                 raise EngineError(f"{name} is {value:,}: it must be at most {most:,}")
         if not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 63:
             raise EngineError(f"seed is {self.seed!r}: it must be a whole number that fits in a signed 64-bit integer")
+        if not isinstance(self.hf_overrides, dict | None):
+            raise EngineError(f"hf_overrides is {self.hf_overrides!r:.80}: it must be a dict of values for config.json")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise EngineError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}: it must be above 0 and at most 1"

@@ -7,10 +7,13 @@ with LLM("Qwen/Qwen3-0.6B") as llm:
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from engine.beam_search import BeamSearchOutput, BeamSearchParams, search
 from engine.errors import InvalidRequest
@@ -30,6 +33,8 @@ class LLM:
         self.llm_engine = LLMEngine(model, **options)
         self.engine, self.tokenizer = self.llm_engine.engine, self.llm_engine.tokenizer
         self.info, self.close = self.llm_engine.info, self.llm_engine.close
+        self.reset_prefix_cache, self.get_metrics = self.llm_engine.reset_prefix_cache, self.llm_engine.get_metrics
+        self.start_profile, self.stop_profile = self.llm_engine.profiler.start, self.llm_engine.profiler.stop
         self._prompts = 0  # how many were added; this is the next request_id
 
     def __enter__(self) -> LLM:
@@ -115,10 +120,6 @@ class LLM:
         """Returns the settings that the checkpoint's generation_config.json recommends."""
         return SamplingParams(**self.info.generation)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Returns True, as in vLLM."""
-        return self.llm_engine.reset_prefix_cache()
-
     def _run(self, show: bool) -> dict[str, RequestOutput]:
         """Returns the outputs of all open requests, by name."""
         engine, done = self.llm_engine, dict[str, RequestOutput]()
@@ -132,3 +133,10 @@ class LLM:
         if show:
             sys.stderr.write("\n")
         return done
+
+
+def cleanup_dist_env_and_memory() -> None:
+    """Free the memory of engines that were deleted, also on the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

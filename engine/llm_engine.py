@@ -15,9 +15,11 @@ from typing import Any
 
 from engine.build import build_engine
 from engine.errors import InvalidRequest
+from engine.metrics.values import Counted, Metric
 from engine.options import EngineArgs, engine_config
 from engine.outputs import Collector, RequestOutput
 from engine.params import SamplingParams
+from engine.profiler import Profiler, ProfilerConfig
 from engine.prompts import read
 from engine.text.output import OutputProcessor
 
@@ -25,11 +27,16 @@ from engine.text.output import OutputProcessor
 class LLMEngine:
     """A model and its engine. The options are those of LLM."""
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(
+        self, model: str, *, disable_log_stats: bool = True,
+        profiler_config: ProfilerConfig | dict[str, Any] | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        self.profiler = Profiler(profiler_config)
         built = build_engine(engine_config(model, options))
         self.engine, self.tokenizer, self.info = built.engine, built.tokenizer, built.info
         self.close = built.close  # also ends the processes of the ranks other than 0
         self.generated_tokens = 0
+        self._counted = None if disable_log_stats else Counted(self.engine, self.info)
         self._outputs = OutputProcessor(self.tokenizer, self.engine.log)
         self._samples: dict[int, tuple[Collector, int]] = {}  # by the number of the engine's request
         self._numbers: dict[str, list[int]] = {}  # of the samples of an open request
@@ -64,6 +71,7 @@ class LLMEngine:
                 self._outputs.open(request)
                 self._samples[request.id] = (collector, index)
                 numbers.append(request.id)
+            self._count()
         except BaseException:
             self.abort_request([request_id])
             raise
@@ -78,10 +86,13 @@ class LLMEngine:
             collector, index = self._samples[delta.request_id]
             collector.add(index, delta)
             self.generated_tokens += len(delta.ids)
+            if self._counted is not None:
+                self._counted.metrics.generated.add(len(delta.ids))
             changed[collector.output.request_id] = collector
             if delta.finish_reason:
                 del self._samples[delta.request_id]
-        self.engine.log.trim()
+        self._count()
+        self.profiler.step()
         outputs = []
         for request_id, collector in changed.items():
             if collector.output.finished:
@@ -106,7 +117,26 @@ class LLMEngine:
                     self._outputs.close(number, "abort")
                     self.engine.abort(number)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Returns True, as in vLLM."""
-        self.engine.clear_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes. Returns True, as in vLLM.
+
+        reset_running_requests   preempt the running requests first, so that their prefixes are computed again too
+        """
+        self.engine.clear_cache(reset_running_requests)
         return True
+
+    def get_metrics(self) -> list[Metric]:
+        """Returns the metrics since the engine began: those of the server's /metrics, under their names in vLLM.
+
+        Raises InvalidRequest unless the engine was made with disable_log_stats=False.
+        """
+        if self._counted is None:
+            raise InvalidRequest("nothing was counted: get_metrics needs LLM(…, disable_log_stats=False)")
+        return self._counted.values()
+
+    def _count(self) -> None:
+        """Count the new records, or drop old ones if nothing counts them."""
+        if self._counted is None:
+            self.engine.log.trim()
+        else:
+            self._counted.update()

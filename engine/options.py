@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import warnings
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
@@ -27,7 +28,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "kv_cache_memory_bytes": ("use kv_tokens, the size of the KV cache in tokens", None),
     "runner": ("only generation is supported", "generate"),
     "task": ("only generation is supported", "generate"),
-    "hf_overrides": ("change the model's config.json", None),
+    "profiler_config": ("only LLM and LLMEngine have start_profile", None),
     "logits_processors": ("use the fields of SamplingParams: logit_bias, allowed_token_ids, bad_words", None),
 }
 # vLLM's options without an effect on replies. A notice gives the reason, once.
@@ -43,7 +44,7 @@ NO_EFFECT: dict[str, str] = {
     "disable_custom_all_reduce": "ranks use NCCL or gloo",
     "compilation_config": "there are CUDA graphs, unless enforce_eager=True, and no compiler",
     "max_seq_len_to_capture": "CUDA graphs hold any length",
-    "disable_log_stats": "LLM logs no statistics; each output has metrics",
+    "disable_log_stats": "only LLM and LLMEngine count, for get_metrics; each output has metrics",
     "max_logprobs": "a request may ask for at most 20",
     "limit_mm_per_prompt": "prompts are text",
     "mm_processor_kwargs": "prompts are text",
@@ -119,7 +120,7 @@ class EngineArgs(EngineConfig):
             if kind is bool:
                 parser.add_argument(*flags, action=BooleanOptionalAction, default=getattr(EngineConfig, name))
             else:
-                of = next(of for of in (int, float, str) if of in (kind, *get_args(kind)))
+                of = next((of for of in (int, float, str) if of in (kind, *get_args(kind))), json.loads)
                 parser.add_argument(*flags, type=of, default=getattr(EngineConfig, name))
         parser.add_argument("--trust-remote-code", action="store_true", help=NO_EFFECT["trust_remote_code"])
         return parser

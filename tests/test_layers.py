@@ -19,13 +19,13 @@ from tests.support.paths import ROOT
 
 ENGINE_LEVELS = (
     ("errors", "progress"),
-    ("fields",),
+    ("fields", "profiler"),
     ("files", "disk_cache", "parameters"),
     ("params", "kernels", "trace", "eos"),
     ("config", "sampling_params"),
     ("options", "info"),
     ("core", "attention"),
-    ("model", "text"),
+    ("model", "text", "metrics"),
     ("parallel",),
     ("worker", "gguf"),
     ("hub",),

@@ -199,8 +199,11 @@ class Engine:
 
     # ---- state
 
-    def clear_cache(self) -> int:
-        """Evict every block that no request holds; return the number of blocks."""
+    def clear_cache(self, preempt: bool = False) -> int:
+        """Evict every block that no request holds; return the number of blocks. `preempt`: first preempt all running
+        requests, which are computed again."""
+        if preempt:
+            self.scheduler.preempt_all("the cache is cleared")
         return self.cache.clear()
 
     def check(self) -> None:

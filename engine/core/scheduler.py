@@ -314,6 +314,11 @@ class Scheduler:
             return match, f"blocks: needs {needed}, {self.cache.available} available"
         return match, ""
 
+    def preempt_all(self, reason: str) -> None:
+        """Preempt all running requests; the oldest is admitted first again. Call this between two steps."""
+        for request in sorted(self.running, key=lambda request: request.id, reverse=True):
+            self._preempt(request, reason)
+
     def _preempt(self, request: Request, reason: str) -> None:
         """Release a request's row and blocks, and put it at the head of the queue; its token in flight stays valid."""
         self._leave(request)

@@ -246,8 +246,8 @@ class EngineClient:
     async def control(self, action: str, **arguments: Any) -> Any:
         """Let the engine perform `action` between two steps; return its answer.
 
-        The actions: pause, resume, step n=, run_until predicate={"event", "ms"}, pace factor=, clear_cache, snapshot,
-        check, and records enabled=. While records are disabled, the sequence numbers still increase. Take a
+        The actions: pause, resume, step n=, run_until predicate={"event", "ms"}, pace factor=, clear_cache preempt=,
+        snapshot, check, and records enabled=. While records are disabled, the sequence numbers still increase. Take a
         snapshot after this gap.
         """
         self._tag += 1

@@ -58,7 +58,7 @@ class EngineLoop:
                 self._flush()
             if not self._run_commands(block=not may_step):
                 return self._successor
-            if may_step:
+            if may_step and engine.gate.allows():  # a command may have closed the gate
                 self.heart.begin("step")
                 self._queue_text(engine.step())
                 if engine.gate.stretch_s > 0.0:
@@ -211,6 +211,7 @@ class EngineLoop:
         if action == "pause":
             gate.pause()
             self._queue_text(engine.drain())
+            self._flush()  # no token arrives after the answer
         elif action == "resume":
             gate.resume()
         elif action == "step":
@@ -229,7 +230,7 @@ class EngineLoop:
                 raise InvalidRequest("records needs enabled=True or enabled=False", "enabled")
             engine.log.enabled = arguments["enabled"]
         elif action == "clear_cache":
-            return engine.clear_cache()
+            return engine.clear_cache(arguments.get("preempt") is True)
         elif action == "check":
             engine.check()
         else:

@@ -32,6 +32,11 @@ class Stream:
 
     # ---- for the reader
 
+    @property
+    def unread(self) -> int:
+        """The number of deltas that have arrived and were not read."""
+        return len(self._unread)
+
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self._iterate()
 

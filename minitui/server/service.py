@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
 from engine.info import EngineInfo
+from engine.metrics.metrics import Metrics
 from engine.params import SamplingParams
 from engine.process.client import EngineClient
 from engine.process.heartbeat import Condition
@@ -31,7 +32,6 @@ from minitui.server.errors import ApiError, ContextExceeded
 from minitui.server.settings import ServerSettings
 from minitui.server.telemetry.broadcast import Broadcast
 from minitui.server.telemetry.http_metrics import HttpMetrics
-from minitui.server.telemetry.metrics import Metrics
 from minitui.trace.recorder import Recording
 
 logger = logging.getLogger("minitui.server")

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from engine.errors import EngineError
 from engine.hub.resolve import resolve_model
 from engine.info import EngineInfo
+from engine.metrics.metrics import Metrics
 from engine.process.client import EngineClient
 from engine.text.tokenizer import Tokenizer
 from engine.trace.records import Record
@@ -29,7 +30,6 @@ from minitui.server.settings import ServerSettings
 from minitui.server.telemetry import endpoints as telemetry
 from minitui.server.telemetry.broadcast import Broadcast
 from minitui.server.telemetry.http_metrics import HttpMetrics
-from minitui.server.telemetry.metrics import Metrics
 from minitui.trace.recorder import Recording
 from minitui.vllm.translate import Translator
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gzip
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,13 +110,14 @@ def structured_outputs(model: str) -> None:
 
 @script
 def prefix_caching(model: str) -> None:
-    from engine import LLM, SamplingParams
+    from engine import LLM, SamplingParams, cleanup_dist_env_and_memory
 
     prefix = "You are an expert school principal who writes clear questions for teachers. " * 4
     prompts, params = [prefix + prompt for prompt in PROMPTS], SamplingParams(temperature=0.0)
     regular = LLM(model=model, gpu_memory_utilization=0.4)
     expected = [output.outputs[0].text for output in regular.generate(prompts, params)]
     del regular
+    cleanup_dist_env_and_memory()
     cached = LLM(model=model, enable_prefix_caching=True, gpu_memory_utilization=0.4)
     cached.generate(prompts[0], params)
     outputs = cached.generate(prompts, params)
@@ -140,6 +144,75 @@ def an_engine_step_by_step(model: str) -> None:
             number += 1
         finished += [output for output in engine.step() if output.finished]
     assert sorted(len(output.outputs) for output in finished) == [1, 1, 2]
+
+
+@script
+def the_cache_is_reset_while_requests_run(model: str) -> None:
+    from engine import LLMEngine, SamplingParams
+
+    text = "A robot may not injure a human being " * 20
+    replies = list[list[int]]()
+    for reset in (False, True):
+        engine = LLMEngine(model)
+        for number in range(2):
+            engine.add_request(str(number), text, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
+        for step in range(200):
+            if step == 5:
+                assert engine.reset_prefix_cache(reset_running_requests=reset)
+                running = engine.engine.scheduler.running
+                assert len(running) == (0 if reset else 2) and (engine.engine.cache.allocator.num_cached == 0)
+            outputs = engine.step()
+            replies += [output.outputs[0].token_ids for output in outputs if output.finished]
+        engine.engine.check()
+    assert len(replies) == 4 and all(reply == replies[0] for reply in replies)
+
+
+@script
+def a_longer_context(model: str) -> None:
+    from engine import LLM, SamplingParams
+
+    rope = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}
+    llm = LLM(model=model, hf_overrides={"rope_parameters": rope, "max_model_len": 8192}, num_blocks=600)
+    assert llm.info.max_model_len == 8192
+    assert llm.chat(TALK, SamplingParams(max_tokens=4), use_tqdm=False)[0].outputs[0].token_ids
+
+
+@script
+def metrics(model: str) -> None:
+    from engine import LLM, Counter, Gauge, Histogram, SamplingParams, Vector
+
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    llm = LLM(model=model, disable_log_stats=False, speculative_config=config)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    tokens = sum(len(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params))
+    values = dict[str, Any]()
+    for metric in llm.get_metrics():
+        if isinstance(metric, (Counter, Gauge)):
+            values[metric.name] = metric.value
+        elif isinstance(metric, Vector):
+            values[metric.name] = metric.values
+        elif isinstance(metric, Histogram):
+            assert list(metric.buckets.values())[-1] == metric.count
+            values[metric.name] = metric.count
+    accepted = values["vllm:spec_decode_num_accepted_tokens"]
+    assert values["vllm:generation_tokens"] == tokens == 120
+    assert values["vllm:spec_decode_num_drafts"] > 0 and accepted > 0
+    assert sum(values["vllm:spec_decode_num_accepted_tokens_per_pos"]) == accepted
+    assert values["vllm:time_to_first_token_seconds"] == values["vllm:request_generation_tokens"] == 3
+    assert values["vllm:num_requests_running"] == 0 and "vllm:kv_cache_usage_perc" in values
+
+
+@script
+def profiling(model: str) -> None:
+    from engine import LLM, ProfilerConfig, SamplingParams
+
+    with tempfile.TemporaryDirectory() as directory:
+        llm = LLM(model=model, profiler_config=ProfilerConfig(torch_profiler_dir=directory, max_iterations=2))
+        llm.start_profile()
+        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=5, ignore_eos=True))
+        llm.stop_profile()
+        [trace] = Path(directory).iterdir()
+        assert len(gzip.decompress(trace.read_bytes())) > 1000
 
 
 @script
@@ -181,11 +254,12 @@ def pause_and_resume(model: str) -> None:
             while len(seen) < 5:
                 await asyncio.sleep(0.001)
             await engine.pause_generation(mode="keep")
+            paused_at = len(seen)
             client = await engine.start()
-            known = len((await client.snapshot())["requests"])
-            before = (await client.snapshot())["step"]
+            before = await client.snapshot()
             await asyncio.sleep(0.05)
-            assert known == 1 and (await client.snapshot())["step"] == before and not reading.done()
+            assert len(before["requests"]) == 1 and (await client.snapshot())["step"] == before["step"]
+            assert len(seen) == paused_at and not reading.done()
             await engine.resume_generation()
             assert (await reading).finished and seen[-1] == 300
         finally:
@@ -294,3 +368,27 @@ def logprobs_of_the_prompt_and_the_reply(model: str) -> None:
 @pytest.mark.parametrize("run", SCRIPTS, ids=lambda run: run.__name__)
 def test_a_script_for_vllm_runs(run: Callable[[str], Any]) -> None:
     run(str(model_dir()))
+
+
+@pytest.mark.parametrize("given, words", [
+    ({"hf_overrides": {"rope_parameters": {"rope_type": "spiral"}}}, "'spiral'.*rope_parameters from hf_overrides"),
+    ({"hf_overrides": "yarn"}, "hf_overrides is 'yarn': it must be a dict"),
+    ({"profiler_config": {"torch_dir": "x"}}, "its fields are profiler, torch_profiler_dir"),
+    ({"profiler_config": {"profiler": "cuda", "torch_profiler_dir": "x"}}, 'needs profiler="torch"'),
+])  # fmt: skip
+def test_a_wrong_option_is_a_sentence(given: dict[str, Any], words: str) -> None:
+    from engine import LLM, EngineError
+
+    with pytest.raises(EngineError, match=words):
+        LLM(str(model_dir()), **given)
+
+
+def test_metrics_and_profiles_must_be_asked_for() -> None:
+    from engine import LLM, InvalidRequest
+
+    llm = LLM(str(model_dir()))
+    with pytest.raises(InvalidRequest, match="disable_log_stats=False"):
+        llm.get_metrics()
+    with pytest.raises(InvalidRequest, match="profiler_config="):
+        llm.start_profile()
+    llm.stop_profile()

@@ -19,8 +19,8 @@ from tests.support.simulation import SimulatedRunner, simulated
 
 pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
 
+from engine.metrics.metrics import Metrics
 from minitui.server.telemetry.broadcast import Broadcast
-from minitui.server.telemetry.metrics import Metrics
 
 LIFETIME, IDLE, GAP = "kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds", "kv_block_reuse_gap_seconds"
 SHARED = [*range(1, 9)]  # two blocks

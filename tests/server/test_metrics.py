@@ -85,7 +85,7 @@ def test_the_values_match_the_requests(server: Running) -> None:
 
 @pytest.mark.parametrize("held", [True, False])
 def test_waiting_requests_are_counted_by_reason(server: Running, held: bool) -> None:
-    from minitui.server.telemetry.metrics import Metrics
+    from engine.metrics.metrics import Metrics
 
     state = server.state()
     state.gate, state.queue = ("closed" if held else "open"), [1, 2]
@@ -101,7 +101,7 @@ def test_waiting_requests_are_counted_by_reason(server: Running, held: bool) -> 
 
 
 def test_the_waste_of_the_pool_is_measured(server: Running) -> None:
-    from minitui.server.telemetry.metrics import Metrics
+    from engine.metrics.metrics import Metrics
 
     state = server.state()
     state.requests = {1: RequestView(1, "", 20, 40, "running", table=[1, 2], base=20)}

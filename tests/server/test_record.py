@@ -12,9 +12,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.metrics.metrics import Metrics
 from minitui.server.settings import Role, ServerSettings
 from minitui.server.telemetry.broadcast import Broadcast
-from minitui.server.telemetry.metrics import Metrics
 from minitui.trace.reader import TraceReader
 from tests.support.serving import serving
 from tests.support.traces import final_state

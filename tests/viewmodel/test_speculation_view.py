@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from engine.core.request import Request
+from engine.metrics.metrics import Metrics
 from engine.params import SamplingParams
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.export import export
-from minitui.server.telemetry.metrics import Metrics
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
 from minitui.tui.widgets.inspect.lanes import BatchLanes

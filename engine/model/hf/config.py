@@ -227,10 +227,22 @@ class ConfigReader:
             )
 
 
-def read_model_config(directory: str | Path) -> ModelConfig:
-    """Returns the configuration in a checkpoint's config.json. Raises CheckpointError if it is not supported."""
+def read_model_config(directory: str | Path, overrides: dict[str, Any] | None = None) -> ModelConfig:
+    """Returns the configuration in a checkpoint's config.json. Raises CheckpointError if it is not supported.
+
+    overrides   values that replace those of the file; "text_config" is merged with the file's
+    """
     path = Path(directory) / "config.json"
-    return ConfigReader(Fields(path, _text_part(path, read_json(path)))).model_config()
+    raw = read_json(path)
+    if not overrides:
+        return ConfigReader(Fields(path, _text_part(path, raw))).model_config()
+    given, text = dict(overrides), raw.get("text_config")
+    if isinstance(text, dict) and isinstance(given.get("text_config"), dict):
+        given["text_config"] = text | given["text_config"]
+    try:
+        return ConfigReader(Fields(path, _text_part(path, raw | given))).model_config()
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} ({', '.join(map(str, overrides))} from hf_overrides)") from None
 
 
 def _text_part(path: Path, raw: dict[str, Any]) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import EngineError
+from engine.metrics.metrics import Metrics
 from engine.process.client import EngineClient
 from engine.trace.kind import KINDS, seq_of
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.server.sse import KEEP_ALIVE, event
-from minitui.server.telemetry.metrics import Metrics
 from minitui.trace.lines import snapshot_json
 from minitui.trace.recorder import Recording
 

@@ -12,10 +12,10 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from pydantic import BaseModel
 
 from engine.errors import EngineError
+from engine.metrics.prometheus import CONTENT_TYPE
 from minitui import __version__
 from minitui.server.errors import RESPONSES, ApiError, as_api_error
 from minitui.server.service import Service
-from minitui.server.telemetry.prometheus import CONTENT_TYPE
 
 LINKS = {
     "/docs": "the endpoints", "/v1/models": "the model", "/server_info": "the engine and the server's limits",

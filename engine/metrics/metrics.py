@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from engine.info import EngineInfo
+from engine.metrics.block_times import BlockTimes
+from engine.metrics.prometheus import Counter, Gauge, Histogram, Info, Metric, page
 from engine.trace.kind import Reader, Record
 from engine.trace.state import State
 from engine.trace.views import ACTIVE, CACHED, SHARED, RequestView
 from engine.trace.waste import waste_of
-from minitui.server.telemetry.block_times import BlockTimes
-from minitui.server.telemetry.prometheus import Counter, Gauge, Histogram, Info, Metric, page
 
 LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -28,7 +28,7 @@ REASONS = ("stop", "length", "abort", "error")
 
 
 class Metrics(Reader):
-    """All metrics of the server. `observe` updates them from the engine's records."""
+    """All metrics. `observe` updates them from the engine's records."""
 
     def __init__(self) -> None:
         self.running = Gauge("vllm:num_requests_running", "Requests in the running batch.")

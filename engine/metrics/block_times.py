@@ -7,10 +7,10 @@ from array import array
 from collections.abc import Iterable
 from itertools import groupby
 
+from engine.metrics.prometheus import Histogram
 from engine.trace.kind import Reader, Record
 from engine.trace.records import CLEARED
 from engine.trace.state import State
-from minitui.server.telemetry.prometheus import Histogram
 
 
 class BlockTimes(Reader):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Labels = tuple[tuple[str, str], ...]
@@ -19,11 +20,11 @@ class Metric:
 
     def __init__(self, name: str, about: str) -> None:
         self.name, self.about = name, about
-        self._values: dict[Labels, float] = {(): 0.0}
+        self.values: dict[Labels, float] = {(): 0.0}
 
     def lines(self, common: Labels) -> list[str]:
         """Returns the page's lines for this metric; every value also gets the `common` labels."""
-        body = [f"{self.name}{_labels(common + labels)} {_number(v)}" for labels, v in self._values.items()]
+        body = [f"{self.name}{_labels(common + labels)} {_number(v)}" for labels, v in self.values.items()]
         return self._head() + body
 
     def _head(self) -> list[str]:
@@ -35,16 +36,16 @@ class Gauge(Metric):
 
     def __init__(self, name: str, about: str, label: str = "") -> None:
         super().__init__(name, about)
-        self._label = label
+        self.label = label
         if label:
-            self._values = {}
+            self.values = {}
 
     def set(self, value: float, label_value: str = "") -> None:
-        self._values[((self._label, label_value),) if self._label else ()] = value
+        self.values[((self.label, label_value),) if self.label else ()] = value
 
     def reset(self) -> None:
         """Set the value to 0; with a label, remove all values from the page."""
-        self._values = {} if self._label else {(): 0.0}
+        self.values = {} if self.label else {(): 0.0}
 
 
 class Info(Metric):
@@ -52,10 +53,10 @@ class Info(Metric):
 
     def __init__(self, name: str, about: str) -> None:
         super().__init__(name, about)
-        self._values = {}
+        self.values = {}
 
     def set(self, **labels: object) -> None:
-        self._values = {tuple((name, str(value)) for name, value in labels.items()): 1.0}
+        self.values = {tuple((name, str(value)) for name, value in labels.items()): 1.0}
 
 
 class Counter(Metric):
@@ -65,13 +66,13 @@ class Counter(Metric):
 
     def __init__(self, name: str, about: str, label: str = "", label_values: Sequence[str] = ()) -> None:
         super().__init__(name, about)
-        self._label = label
+        self.label = label
         if label:
-            self._values = {((label, value),): 0.0 for value in label_values}
+            self.values = {((label, value),): 0.0 for value in label_values}
 
     def add(self, amount: float = 1.0, label_value: str = "") -> None:
-        labels: Labels = ((self._label, label_value),) if self._label else ()
-        self._values[labels] = self._values.get(labels, 0.0) + amount
+        labels: Labels = ((self.label, label_value),) if self.label else ()
+        self.values[labels] = self.values.get(labels, 0.0) + amount
 
 
 class Histogram(Metric):
@@ -91,13 +92,18 @@ class Histogram(Metric):
         self.sum += value * times
 
     def lines(self, common: Labels) -> list[str]:
-        lines, total = self._head(), 0
-        for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
-            total += count
-            lines.append(f"{self.name}_bucket{_labels((*common, ('le', _bound(bound))))} {total}")
-        lines.append(f"{self.name}_sum{_labels(common)} {_number(self.sum)}")
-        lines.append(f"{self.name}_count{_labels(common)} {total}")
-        return lines
+        buckets, name = self.buckets(), self.name
+        return [
+            *self._head(),
+            *(f"{name}_bucket{_labels((*common, ('le', bound)))} {count}" for bound, count in buckets.items()),
+            f"{name}_sum{_labels(common)} {_number(self.sum)}",
+            f"{name}_count{_labels(common)} {buckets['+Inf']}",
+        ]
+
+    def buckets(self) -> dict[str, int]:
+        """Returns the number of observations up to each bound; "+Inf": of all."""
+        bounds = map(_bound, (*self._bounds, float("inf")))
+        return dict(zip(bounds, accumulate(self._counts), strict=True))
 
 
 def page(metrics: Sequence[Metric], common: Labels) -> str:
