@@ -252,7 +252,6 @@ def test_vllms_options_are_accepted_or_refused_with_the_equivalent() -> None:
     for name, value, sentence in (
         ("load_format", "gguf", "safetensors"),
         ("speculative_config", {"method": "eagle", "model": "x"}, "only ngram"),
-        ("hf_overrides", {"rope_theta": 0.5}, "rope_theta from hf_overrides"),
         ("tokenizer", "another", "model's directory"),
     ):
         with pytest.raises(EngineError, match=sentence):
