@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import sys
 from dataclasses import dataclass
 from functools import cache
 
 import llvmlite.binding as llvm
 
 X86 = platform.machine() in ("x86_64", "AMD64")
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA = 158, 0x1023, 18  # the system call that asks for tiles
 TAKEN = {  # value of MINITUI_CPU -> how the names of the features begin that are taken away
     "": (),
     "vnni": ("avx10", "amx", "avx512bf16", "avx512fp16"),
@@ -44,6 +47,11 @@ class Features:
             return "avx512" if {"avx512bw", "avx512vl"} <= self.names else "avx2"
         return "dotprod" if "dotprod" in self.names else "plain"
 
+    @property
+    def tiles(self) -> bool:
+        """Whether products of bytes for many rows use tiles (engine/kernels/cpu/tiles.py)."""
+        return self.dot == "vnni" and "amx-int8" in self.names
+
     def lacking(self) -> str:
         """Returns what the processor lacks for every kernel; empty if it lacks nothing."""
         if (chosen := os.environ.get("MINITUI_CPU", "")) not in TAKEN:
@@ -62,8 +70,16 @@ def features() -> Features:
 
 @cache
 def _without(beginnings: tuple[str, ...]) -> Features:
+    beginnings += () if _tiles_allowed() else ("amx",)
     has = {name: on and not name.startswith(beginnings) for name, on in llvm.get_host_cpu_features().items()}
     flags = [("+" if on else "-") + name for name, on in has.items()]
     if X86:
         flags.append("-prefer-256-bit")
     return Features(frozenset(name for name, on in has.items() if on), ",".join(flags), X86)
+
+
+def _tiles_allowed() -> bool:
+    """Asks Linux for the permission to use AMX, for all threads of the process. Without it, tiles end the process."""
+    if not X86 or sys.platform != "linux":
+        return False
+    return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0

@@ -101,8 +101,7 @@ def _round_parts(b: Kernel, rows_at: Any, x8: Any, scales: Any, sums: Any, parts
         inverse = b.all_lanes(b.fdiv(F32(1), b.intrinsic("llvm.maximum.f32", F32, scale, least)))
         total = b.all_ints(0)
         for place, value in zip(places, values, strict=True):
-            whole = b.vector_op("rint", b.fmul(value, inverse))
-            whole = b.intrinsic(f"llvm.fptosi.sat.v{LANES}i32.v{LANES}f32", b.ints, whole)
+            whole, _ = b.nearest(b.fmul(value, inverse))
             total = b.add(total, whole)
             b.write(b.trunc(whole, bytes_), x8, place, I8)
         total = b.intrinsic(f"llvm.vector.reduce.add.v{LANES}i32", I32, total)

@@ -6,7 +6,8 @@ instead, and why it was not taken: engine/kernels/MEASURED.md.
 
 Integers: each row of f(x) is rounded to 8 bits. Some processors multiply unsigned by signed bytes: then 128 is added to
 each weight, and 128 times the sum of the row is subtracted at the end (engine/kernels/cpu/byte_products.py). Sums of
-integers are exact, so int8 products have the same bits on all processors, and are fast with any number of rows.
+integers are exact, so int8 products have the same bits on all processors, and are fast with any number of rows. With
+AMX, tiles multiply whole groups of 16 rows (engine/kernels/cpu/tiles.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
+from engine.kernels.cpu import tiles
 from engine.kernels.cpu.byte_products import bias, dot
 from engine.kernels.cpu.emit import BF16, F32, I8, I16, I32, I64, PTR, Kernel
 from engine.kernels.cpu.features import Features
@@ -79,10 +81,12 @@ def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: 
     per thread, Before, 1 if the product is added to out.
     """
     integers, pairs = weights == "int8", weights == "bf16_rows"
+    in_tiles = integers and has.tiles and width == tiles.BYTES
     if integers:
         b = Kernel(module, name + PREPARE, lanes)
         c = call_fields(b)
-        _round(b, has, c, c.scratch, b.share(c.R), eps)
+        groups = tiles.groups_of_rows(b, c.N, c.R) if in_tiles else None
+        _round(b, has, c, c.scratch, b.share(c.R), eps, groups)
         b.ret_void()
 
     b = Kernel(module, name, lanes)
@@ -126,17 +130,23 @@ def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: 
             return b.fma(row, w, total)
         return dot(b, has.dot, total, w, row, signed=True)
 
+    def spread(value: Any, count: int) -> Any:
+        return b.every(value, ir.VectorType(value.type, count)) if count > 1 else value
+
     def finish(totals: list[Any], n: Any, r: Any) -> None:
         """Write the outputs of row r from column n on."""
-        count = len(totals)
         if integers:
-            whole, scale = b.read(row_sums, r, I32), b.read(row_scales, r)
-            if count > 1:
-                whole, scale = (b.every(part, ir.VectorType(part.type, count)) for part in (whole, scale))
-            whole = b.sub(b.integer_totals(totals), whole)
-            value = b.fmul(b.fmul(b.sitofp(whole, scale.type), scale), b.read(c.row_scales, n, lanes=count))
+            whole = b.integer_totals(totals)
+            finish_integers(b.sub(whole, spread(b.read(row_sums, r, I32), len(totals))), n, r, len(totals))
         else:
-            value = b.total(totals[0])
+            store(b.total(totals[0]), n, r, 1)
+
+    def finish_integers(whole: Any, n: Any, r: Any, count: int) -> None:
+        scale = spread(b.read(row_scales, r), count)
+        value = b.fmul(b.fmul(b.sitofp(whole, scale.type), scale), b.read(c.row_scales, n, lanes=count))
+        store(value, n, r, count)
+
+    def store(value: Any, n: Any, r: Any, count: int) -> None:
         value = b.fadd(value, b.read(c.bias, n, lanes=count))
         at = b.add(b.mul(r, N), n)
         with b.if_else(b.icmp_signed("!=", c.add, I64(0))) as (then, otherwise):
@@ -175,7 +185,12 @@ def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: 
 
     blocks = b.sdiv(N, I64(BLOCK))
     first, end = (b.mul(block, I64(BLOCK)) for block in b.share(blocks))
-    with b.loop(I64(0), R, ROWS_AT_ONCE) as (r0, _):
+    start: Any = I64(0)
+    if in_tiles:
+        groups = b.select(ready, tiles.groups_of_rows(b, N, R), I64(0))
+        tiles.emit_tiles(b, weight, rows_at, K, N, groups, lambda whole, n, r: finish_integers(whole, n, r, tiles.SIDE))
+        start = b.mul(groups, I64(tiles.SIDE))
+    with b.loop(start, R, ROWS_AT_ONCE) as (r0, _):
         last = b.add(r0, I64(ROWS_AT_ONCE))
         last = b.select(b.icmp_signed("<", last, R), last, R)
         with b.loop(first, end, BLOCK) as (n0, _):
@@ -197,11 +212,13 @@ def _rounded(b: Kernel, base: Any, K: Any, R: Any) -> tuple[Any, Any, Any]:
     return x8, scales, b.at(scales, R, F32)
 
 
-def _round(b: Kernel, has: Features, c: Call, base: Any, rows: tuple[Any, Any], eps: float) -> None:
-    """Write f(x) of some rows to `base`, then round it. rows: (first, end)."""
+def _round(
+    b: Kernel, has: Features, c: Call, base: Any, rows: tuple[Any, Any], eps: float, groups: Any = None
+) -> None:
+    """Write f(x) of some rows to `base`, then round it. rows: (first, end). groups: of rows that tiles multiply."""
     prepare(b, c.x, c.norm, base, c.K, rows, c.before, eps)
     found = b.select(b.icmp_signed("==", c.before, I64(Before.NOTHING)), c.x, base)
-    _round_rows(b, found, *_rounded(b, base, c.K, c.R), c.K, rows, bias(has.dot))
+    _round_rows(b, found, *_rounded(b, base, c.K, c.R), c.K, rows, bias(has.dot), groups)
 
 
 def prepare(
@@ -242,7 +259,8 @@ def multiply_pairs(b: Kernel, total: Any, x: Any, y: Any) -> Any:
 
 
 def _round_rows(
-    b: Kernel, rows_at: Any, x8: Any, row_scales: Any, row_sums: Any, K: Any, rows: tuple[Any, Any], added: int
+    b: Kernel, rows_at: Any, x8: Any, row_scales: Any, row_sums: Any, K: Any, rows: tuple[Any, Any], added: int,
+    groups: Any,
 ) -> None:
     """Round each row to 8 bits. row_sums: `added` times the sum of a row's bytes. NaN and infinity reach the scale."""
     bytes_, lanes = ir.VectorType(I8, b.lanes), b.lanes
@@ -255,10 +273,14 @@ def _round_rows(
         b.write(scale, row_scales, r)
         least = F32(1.1754943508222875e-38)
         inverse = b.all_lanes(b.fdiv(F32(1), b.intrinsic("llvm.maximum.f32", F32, scale, least)))
+        row = None if groups is None else tiles.place(b, r, K, groups)
         with b.loop(I64(0), K, lanes, sum=ir.Constant(b.ints, [0] * lanes)) as (k, sums):
-            value = b.vector_op("rint", b.fmul(b.floats_at(rows_at, b.add(start, k)), inverse))
-            whole = b.intrinsic(f"llvm.fptosi.sat.v{lanes}i32.v{lanes}f32", b.ints, value)
+            whole, _ = b.nearest(b.fmul(b.floats_at(rows_at, b.add(start, k)), inverse))
             sums["sum"] = b.add(sums["sum"], whole)
-            b.write(b.trunc(whole, bytes_), x8, b.add(start, k), I8)
+            found8 = b.trunc(whole, bytes_)
+            if row is None:
+                b.write(found8, x8, b.add(start, k), I8)
+            else:
+                tiles.write(b, found8, x8, row, k)
         total = b.intrinsic(f"llvm.vector.reduce.add.v{lanes}i32", I32, sums["sum"])
         b.write(b.mul(total, I32(added)), row_sums, r, I32)
