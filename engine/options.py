@@ -34,6 +34,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
 # vLLM's options without an effect on replies. A notice gives the reason, once.
 NO_EFFECT: dict[str, str] = {
     "trust_remote_code": "code from a checkpoint never runs here: the engine has its own models",
+    "enable_trace_replay": "any request may have trace_decode_token_ids",
     "tokenizer_mode": "there is one kind of tokenizer, from tokenizer.json",
     "config_format": "the configuration is read from config.json",
     "download_dir": "models are stored where the environment variable HF_HUB_CACHE says",

@@ -106,6 +106,8 @@ class SamplingParams:
     bad_words: Annotated[tuple[str, ...], Texts(MAX_BAD_WORDS, LONGEST_BAD_WORD, str.strip)] = ()
     # None: all tokens. End tokens are excluded too, unless they are listed.
     allowed_token_ids: Annotated[tuple[int, ...] | None, Ids(1)] = None
+    # The reply is these tokens, whatever the model would draw; log-probabilities are the model's own.
+    trace_decode_token_ids: Annotated[tuple[int, ...] | None, Ids(1, http=False, remote=False)] = None
     # No stop token or stop string ends a reply that has fewer tokens.
     min_tokens: Annotated[int, Integer(0, LARGEST)] = 0
     max_tokens: Annotated[int | None, Integer(  # None: as many as the context and the pool allow

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from engine.core.masks import dead_end
 from engine.core.request import Grammar, Grammars, Request
-from engine.core.token_rules import TokenRules
+from engine.core.token_rules import Replay, TokenRules
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 
@@ -40,6 +40,8 @@ class Intake:
         if not isinstance(sample_index, int) or not 0 <= sample_index < 1 << 31:
             raise InvalidRequest(f"sample_index is {_short(sample_index)}: it must be a whole number, 0 or more", "n")
         params.validate(self.vocab_size)
+        if params.trace_decode_token_ids is not None:
+            params = _for_replay(params)
         _check_ids(ids, self.vocab_size)
         max_total = self._limit_for(len(ids), params)
         request = Request(
@@ -64,6 +66,8 @@ class Intake:
 
     def _masks(self, params: SamplingParams, compiled: Callable[[], Grammar] | None) -> Grammar | None:
         """Returns the masks of a reply, or None if every token is always allowed."""
+        if params.trace_decode_token_ids is not None:
+            return Replay(params.trace_decode_token_ids, self.vocab_size)
         grammar, words = None, []
         if params.structured:
             grammar = self.compile(params) if compiled is None else compiled()
@@ -88,6 +92,18 @@ class Intake:
         if reason:
             rules = "bad_words" if request.params.allowed_token_ids is None else "allowed_token_ids"
             raise InvalidRequest(reason, "min_tokens" if least else rules)
+
+
+def _for_replay(params: SamplingParams) -> SamplingParams:
+    """Returns the parameters of a reply that is known: only its own length ends it."""
+    reply = params.trace_decode_token_ids or ()
+    for name, given in (
+        ("n", params.n > 1), ("prompt_logprobs", params.prompt_logprobs is not None), ("bad_words", params.bad_words),
+        ("allowed_token_ids", params.allowed_token_ids is not None), (params.constraint or "", params.structured),
+    ):  # fmt: skip
+        if given:
+            raise InvalidRequest(f"trace_decode_token_ids and {name} cannot be combined: leave one out", name)
+    return params.clone(max_tokens=len(reply), min_tokens=0, ignore_eos=True, stop=(), stop_token_ids=())
 
 
 def _check_type(name: str, value: object, kind: type) -> None:

@@ -1,7 +1,7 @@
-"""Masks the tokens that a request excludes with `allowed_token_ids` and `bad_words`.
+"""Masks the tokens that a request excludes with `allowed_token_ids` and `bad_words`, or all but the tokens of a replay.
 
-TokenRules has the interface of a grammar, so the scheduler and the sampler treat it as one. If the request also has a
-grammar, both masks apply.
+Both classes have the interface of a grammar, so the scheduler and the sampler treat them as one. If the request also
+has a grammar, both masks apply.
 """
 
 from __future__ import annotations
@@ -62,3 +62,24 @@ class TokenRules:
         if self._longest > 0:
             self._recent = [*self._recent, token_id][-self._longest :]
         return self._grammar is not None and self._grammar.advance(token_id)
+
+
+class Replay:
+    """Allows only the next token of a known reply (`trace_decode_token_ids`)."""
+
+    failed = ""
+
+    def __init__(self, reply: Sequence[int], vocab_size: int) -> None:
+        self._reply, self._words, self._at = reply, -(-vocab_size // 32), 0
+
+    def mask(self) -> np.ndarray:
+        """Returns int32 [ceil(vocab_size / 32)] with one bit."""
+        mask = np.zeros(self._words, np.uint32)
+        token = self._reply[min(self._at, len(self._reply) - 1)]
+        mask[token // 32] = 1 << token % 32
+        return mask.view(np.int32)
+
+    def advance(self, _token_id: int) -> bool:
+        """Advance by a drawn token; return True if the reply is complete."""
+        self._at += 1
+        return False  # its length is the request's max_tokens

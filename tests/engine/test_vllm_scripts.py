@@ -343,6 +343,23 @@ def a_chat_rendered_by_the_tokenizer(model: str) -> None:
 
 
 @script
+def a_known_reply_is_replayed(model: str) -> None:
+    from engine import LLM, SamplingParams
+
+    llm = LLM(model=model, enable_trace_replay=True)
+    (free,) = llm.generate(["What is a block?"], SamplingParams(temperature=0, max_tokens=6, logprobs=1))
+    known = [*free.outputs[0].token_ids[:3], 7, 9, min(llm.get_tokenizer().eos_ids), 11]
+    replay = SamplingParams(trace_decode_token_ids=known, logprobs=5, stop="a", temperature=2.0)
+    outputs = llm.generate(["What is a block?", PROMPTS[0]], replay)
+    for output in outputs:
+        assert list(output.outputs[0].token_ids) == known
+        assert all(known[i] in logprobs for i, logprobs in enumerate(output.outputs[0].logprobs))
+    first = free.outputs[0].logprobs[0][known[0]], outputs[0].outputs[0].logprobs[0][known[0]]
+    assert abs(first[0].logprob - first[1].logprob) < 1e-4, "the model's own distribution, not that of the replay"
+    assert outputs[0].outputs[0].logprobs[known.index(7)][7].rank > 1
+
+
+@script
 def options_as_a_dict(model: str) -> None:
     from engine import LLM, EngineArgs, SamplingParams
 
