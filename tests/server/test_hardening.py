@@ -21,6 +21,7 @@ import pytest
 from engine.errors import EngineError
 from engine.process.heartbeat import Condition
 from minitui.server.settings import Role, ServerSettings
+from tests.support.bodies import EXPLODING
 from tests.support.serving import Running, serving
 
 pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
@@ -390,6 +391,14 @@ def test_sigterm_ends_server_and_engine_in_time(tmp_path: Path) -> None:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         stream.sendall(head + body)
         stream.recv(4096)
+        compiling = socket.create_connection(("127.0.0.1", port))
+        body = json.dumps({**ASK, "guided_json": EXPLODING}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        compiling.sendall(head + body)
+        deadline = time.monotonic() + 30
+        while len(children) == 2 and time.monotonic() < deadline:
+            children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) > 2, "no process compiles the grammar"
         started = time.monotonic()
         process.terminate()
         assert process.wait(10) == 0
@@ -398,6 +407,7 @@ def test_sigterm_ends_server_and_engine_in_time(tmp_path: Path) -> None:
         told = b"".join(iter(lambda: stream.recv(65536), b""))
         assert b"the server is stopping" in told, "a reply was cut off without a word"
         stream.close()
+        compiling.close()
     finally:
         process.kill()
         process.wait()

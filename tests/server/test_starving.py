@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.bodies import ROUTES, bodies, filled
+from tests.support.bodies import EXPLODING, ROUTES, bodies, filled
 from tests.support.serving import Running
 
 pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
@@ -82,7 +82,6 @@ def test_a_body_with_too_many_parts_is_refused_with_its_number_of_parts(
     assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
 
 
-EXPLODING = {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{10 + i}}}"} for i in range(29)]}
 TOO_COSTLY = r"(?:[\p{L}\p{N}]{1,200})" * 20
 
 

@@ -78,3 +78,6 @@ def bodies(path: str) -> Iterator[tuple[str, bytes]]:
         for number, (name, value) in enumerate(values().items()):
             if name in WORST or number % len(fields) == place:
                 yield f"{field}: {name}", (body % f'"{field}": {value}').encode()
+
+# A schema whose automaton doubles with each pattern: its compilation does not end.
+EXPLODING = {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{10 + i}}}"} for i in range(29)]}

@@ -492,6 +492,8 @@ async def test_every_command_is_in_the_help_with_its_key_and_in_the_palette():
             assert not action.key or key_label(action.key) in text
         await press(pilot, "escape", "colon")
         assert isinstance(app.screen, ChoiceDialog)
+        shown = " ".join(str(option.prompt) for option in app.screen.query_one("OptionList").options)
+        assert "Fork this" in shown and "Leave the prompt" not in shown, "the palette has no prompt to leave"
         await type_text(pilot, "fork this")
         app.chats.send(app.session, "x")
         await until(pilot, lambda: not app.session.busy)
