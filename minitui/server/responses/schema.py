@@ -147,6 +147,7 @@ class Reasoning(Strict):
 class ResponsesRequest(Sampled):
     """POST /v1/responses."""
 
+    ignored = Sampled.ignored | {"access_programs", "background_options", "image"}
     refused: ClassVar = {
         **Sampled.refused, "context_management": "this server does not shorten conversations: send fewer items",
     }  # fmt: skip
