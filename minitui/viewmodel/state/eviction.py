@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from itertools import groupby, islice
 
@@ -16,24 +17,22 @@ PRESSURE_BLOCKS, PRESSURE_SHARE = 4, 0.05  # a pool is under pressure from this 
 class EvictionOrder:
     """The nodes that no request holds, in the order in which the engine evicts them, in one state.
 
-    A node is evicted after its children, even if it is older. So its place is that of the last node evicted below it:
-    its age and id, or theirs if they are larger. Nodes with the same place are on one path: the deepest comes first.
+    As in the engine, the leaf with the smallest age comes next, and a node becomes a leaf with its last child.
     """
 
     def __init__(self, state: State) -> None:
-        age = EVICTION_POLICIES[state.eviction_policy].age
-        places = {
-            node.id: (age(node), node.id) for node in state.nodes.values() if not node.users and node.id
-        }
-        depths: dict[int, int] = {}
-        for id, place in list(places.items()):
-            depth = 0
-            for above in state.path(state.nodes[id].parent):
-                depth += 1
-                if above.id in places:
-                    places[above.id] = max(places[above.id], place)
-            depths[id] = -depth
-        self.nodes = [state.nodes[id] for id in sorted(places, key=lambda id: (places[id], depths[id]))]
+        age, nodes = EVICTION_POLICIES[state.eviction_policy].age, state.nodes
+        children = {node.id: len(node.children) for node in nodes.values() if not node.users and node.id}
+        leaves = [(age(nodes[id]), id) for id, number in children.items() if not number]
+        heapq.heapify(leaves)
+        self.nodes: list[NodeView] = []
+        while leaves:
+            node = nodes[heapq.heappop(leaves)[1]]
+            self.nodes.append(node)
+            if node.parent in children:
+                children[node.parent] -= 1
+                if not children[node.parent]:
+                    heapq.heappush(leaves, (age(nodes[node.parent]), node.parent))
         self._ranks = {node.id: rank for rank, node in enumerate(self.nodes, 1)}
 
     def rank(self, node: NodeView) -> int:
