@@ -34,6 +34,18 @@ class AttentionShape(Protocol):
 
 
 @dataclass(slots=True)
+class PagedGroup:
+    """Where a cache group with a window (engine/model/groups.py) keeps the keys and values of a step's sequences.
+
+    Entries of the block table behind a sequence's window are 0 (the null block), like those after its last block. A
+    block is behind the window if no query of this step or of a later one sees any of its keys.
+    """
+
+    slot_mapping: torch.Tensor  # int64 [T], like ForwardMeta's, in the group's own pool
+    block_table: torch.Tensor  # int32 [n, max_blocks]
+
+
+@dataclass(slots=True)
 class ForwardMeta:
     """The shape of one forward pass over T tokens of n sequences, laid end to end.
 
@@ -59,6 +71,8 @@ class ForwardMeta:
     live: torch.Tensor | None = None  # int32 [1]  of the T tokens
     live_rows: torch.Tensor | None = None  # int32 [1]  of logit_rows
     fresh: bool = False  # True: every chunk starts at position 0, so it attends only to keys of this step
+    # For each cache group with a window, in the order of cache_groups; slot_mapping and block_table are group 0's.
+    groups: tuple[PagedGroup, ...] = ()
 
 
 Sinks = list[torch.Tensor] | None  # of each layer: [Hq], one more score of each query head, without a value

@@ -137,6 +137,9 @@ class ModelConfig:
     logit_scale: float = 1.0
     layer_ropes: tuple[RopeConfig, ...] = ()  # of each layer, if layers differ; empty: `rope` in every layer
     windows: tuple[int, ...] = ()  # `window` of each layer; empty: no windows
+    # (kv heads, head dimension) of each layer, if layers differ; empty: num_kv_heads and head_dim in every layer.
+    layer_heads: tuple[tuple[int, int], ...] = ()
+    kv_source: tuple[int, ...] = ()  # the layer whose keys and values each layer reads; empty: its own
     experts: ExpertsConfig | None = None  # None: every layer's MLP is dense
     dtype: str = "bfloat16"  # of the checkpoint
     packing: Packing | None = None  # None: the checkpoint's matrices are plain tensors
@@ -176,6 +179,14 @@ class ModelConfig:
     def window(self, layer: int) -> int:
         """The number of keys that a query of this layer sees, including its own; 0: all keys."""
         return self.windows[layer] if self.windows else 0
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Returns the number of key/value heads of a layer, and the size of its heads."""
+        return self.layer_heads[layer] if self.layer_heads else (self.num_kv_heads, self.head_dim)
+
+    def source_of(self, layer: int) -> int:
+        """Returns the layer whose keys and values this layer reads: itself, or an earlier layer."""
+        return self.kv_source[layer] if self.kv_source else layer
 
     @property
     def num_parameters(self) -> int:

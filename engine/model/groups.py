@@ -1,0 +1,63 @@
+"""Divides the layers of a model into cache groups: layers whose keys and values, or whose states, live in one pool.
+
+Group 0 has the layers with full attention. Layers with a sliding window have other groups, with block tables of their
+own: the blocks behind a window are released. Layers with a recurrent state form the last group. vLLM calls the same
+division KV cache groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from engine.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch  # for types only: a client must not load torch
+
+Kind = Literal["full", "window", "state"]
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that share a pool and, for "full" and "window", one block table for each sequence."""
+
+    name: str  # unique in its model: "full", "window 512", "state"
+    kind: Kind
+    layers: tuple[int, ...]  # the layers whose keys and values, or states, the pool holds; ascending
+    window: int = 0  # keys that a query sees, its own included; 0: all keys, and blocks are not released
+    num_kv_heads: int = 0  # of each layer, like head_dim; 0 in the state group
+    head_dim: int = 0
+    readers: tuple[int, ...] = ()  # layers without keys and values, which read those of one of `layers`; ascending
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Returns the bytes that one token takes in the group's pool. The state group has no pages: 0."""
+        return 2 * len(self.layers) * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
+    """Returns the groups of a model or of one rank's shard: full attention, then windows, then states.
+
+    A model whose layers all have windows, or none, has one paged group: group 0, which keeps every block.
+    """
+    delta = getattr(config, "delta", None)
+    states = tuple(i for i in range(config.num_layers) if delta is not None and delta.layers[i])
+    attention = [i for i in range(config.num_layers) if i not in states]
+    mixed = not all(config.window(i) for i in attention)
+    shapes: dict[tuple[int, int, int], list[int]] = {}  # (window, kv heads, head dim) -> layers
+    for i in attention:
+        shapes.setdefault((config.window(i) if mixed else 0, *config.heads_of(i)), []).append(i)
+    windows = [window for window, _, _ in shapes]
+    groups = []
+    for (window, kv_heads, dim), layers in sorted(shapes.items()):
+        name = f"window {window}" if window else "full"
+        groups.append(
+            CacheGroup(
+                name if windows.count(window) == 1 else f"{name}, {kv_heads} x {dim}", "window" if window else "full",
+                tuple(i for i in layers if config.source_of(i) == i), window, kv_heads, dim,
+                tuple(i for i in layers if config.source_of(i) != i),
+            )
+        )  # fmt: skip
+    if sum(group.kind == "full" for group in groups) > 1:
+        raise ValueError("the layers with full attention differ in their heads: one block table cannot serve them")
+    return (*groups, CacheGroup("state", "state", states)) if states else tuple(groups)
