@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 
 ENGINE_LEVELS = (
     ("errors", "progress"),
-    ("fields", "profiler"),
+    ("fields", "profiler", "groups"),
     ("files", "disk_cache", "parameters"),
     ("params", "kernels", "trace", "eos"),
     ("config", "sampling_params"),

@@ -10,12 +10,15 @@ from typing import Protocol
 
 import torch
 
+from engine.groups import LayerShapes
 
-class AttentionShape(Protocol):
-    """The sizes of a model that attention backends need. ModelConfig (engine/model/config.py) has these attributes."""
 
-    @property
-    def num_layers(self) -> int: ...
+class AttentionShape(LayerShapes, Protocol):
+    """The sizes of a model that attention backends need. ModelConfig (engine/model/config.py) has these attributes.
+
+    num_kv_heads and head_dim are those of every layer for which the backend computes attention.
+    """
+
     @property
     def num_heads(self) -> int: ...
     @property
@@ -29,13 +32,10 @@ class AttentionShape(Protocol):
     @property
     def softcap(self) -> float: ...  # scores become softcap · tanh(score / softcap); 0: scores stay
 
-    def window(self, layer: int) -> int:
-        """Returns how many keys a query of this layer attends to, the key of its own token included; 0: no limit."""
-
 
 @dataclass(slots=True)
 class PagedGroup:
-    """Where a cache group with a window (engine/model/groups.py) keeps the keys and values of a step's sequences.
+    """Where a cache group with a window (engine/groups.py) keeps the keys and values of a step's sequences.
 
     Entries of the block table behind a sequence's window are 0 (the null block), like those after its last block. A
     block is behind the window if no query of this step or of a later one sees any of its keys.

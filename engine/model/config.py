@@ -180,6 +180,11 @@ class ModelConfig:
         """The number of keys that a query of this layer sees, including its own; 0: all keys."""
         return self.windows[layer] if self.windows else 0
 
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers with a recurrent state instead of keys and values."""
+        return ()
+
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Returns the number of key/value heads of a layer, and the size of its heads."""
         return self.layer_heads[layer] if self.layer_heads else (self.num_kv_heads, self.head_dim)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from engine.groups import cache_groups
 from engine.model.config import ModelConfig
-from engine.model.groups import cache_groups
 
 MODEL = ModelConfig("LlamaForCausalLM", 100, 64, 128, 6, 4, 2, 16, 1024)
 

@@ -8,9 +8,7 @@ division KV cache groups.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-from engine.model.config import ModelConfig
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch  # for types only: a client must not load torch
@@ -35,13 +33,30 @@ class CacheGroup:
         return 2 * len(self.layers) * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
-def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
+class LayerShapes(Protocol):
+    """What a model's layers keep of each token. ModelConfig (engine/model/config.py) has these attributes."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def state_layers(self) -> tuple[int, ...]: ...  # layers with a recurrent state instead of keys and values
+
+    def window(self, layer: int) -> int:
+        """Returns how many keys a query of this layer attends to, the key of its own token included; 0: no limit."""
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Returns the number of key/value heads of a layer, and the size of its heads."""
+
+    def source_of(self, layer: int) -> int:
+        """Returns the layer whose keys and values this layer reads: itself, or an earlier layer."""
+
+
+def cache_groups(config: LayerShapes) -> tuple[CacheGroup, ...]:
     """Returns the groups of a model or of one rank's shard: full attention, then windows, then states.
 
     A model whose layers all have windows, or none, has one paged group: group 0, which keeps every block.
     """
-    delta = getattr(config, "delta", None)
-    states = tuple(i for i in range(config.num_layers) if delta is not None and delta.layers[i])
+    states = config.state_layers
     attention = [i for i in range(config.num_layers) if i not in states]
     mixed = not all(config.window(i) for i in attention)
     shapes: dict[tuple[int, int, int], list[int]] = {}  # (window, kv heads, head dim) -> layers
