@@ -278,6 +278,10 @@ class OpenAISource(Source):
                 "model with --model"
             ) from error
 
+    def server_of(self, group: str) -> tuple[str, MetricsPoller | None]:
+        """Returns (name, poller of the metrics) of the server that answers the chat."""
+        return self.url, self.poller
+
     @property
     def metrics(self) -> ServerMetrics:
         """The values of the last Prometheus page that was read."""

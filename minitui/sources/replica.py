@@ -49,7 +49,7 @@ class Replica:
         self.telemetry: RemoteSource | None = None
         self.source: RemoteSource | OpenAISource | None = None
         self.poller: MetricsPoller | None = None
-        self.streams: set[Stream] = set()  # this application's requests that the server is answering
+        self.streams: dict[Stream, str] = {}  # this application's requests at the server, with their chats
         self.tried = asyncio.Event()  # set when the first attempt to connect has ended
         self._key, self._model, self._codec, self._cache = key, model, codec, cache
         self._trouble = UNKNOWN

@@ -47,7 +47,7 @@ class ReplicaStream(Stream):
         self.replica = self._source.place(self._request[2], self._tried)
         self._inner = self._source.ask(self.replica, *self._request)
         self._accepted = False
-        self.replica.streams.add(self)
+        self.replica.streams[self] = self._request[2]
 
     def _move_on(self, error: EngineError) -> None:
         """Ask the next replica.
@@ -56,7 +56,7 @@ class ReplicaStream(Stream):
         accepted it.
         """
         replica = self.replica
-        replica.streams.discard(self)
+        replica.streams.pop(self, None)
         self._tried[replica.url] = str(error)
         if isinstance(error, EngineDead):
             replica.report_failure(str(error))
@@ -72,7 +72,7 @@ class ReplicaStream(Stream):
             except (EngineDead, Overloaded) as error:
                 self._move_on(error)
             except BaseException:
-                self.replica.streams.discard(self)
+                self.replica.streams.pop(self, None)
                 raise
 
     async def _accept(self) -> int:
@@ -111,7 +111,7 @@ class ReplicaStream(Stream):
                     self._move_on(error)
                     await self.started()
         finally:
-            self.replica.streams.discard(self)
+            self.replica.streams.pop(self, None)
 
     def _describe_replica(self) -> dict[str, Any]:
         """Returns the answering replica, for the metrics; `passed`: the numbers of the replicas that did not answer."""

@@ -27,6 +27,7 @@ from minitui.sources.remote import LOADING_S, RemoteSource
 from minitui.sources.replica import LOADING, Replica
 from minitui.sources.replica_stream import ReplicaStream
 from minitui.sources.routing import Opening
+from minitui.sources.server_metrics import MetricsPoller
 from minitui.sources.vllm import Engine
 
 UNDECIDED = "the model of the chats is not known yet: earlier replicas in the list have not answered"
@@ -123,6 +124,44 @@ class ReplicaSource(Source):
             raise EngineDead(f"none of the {len(self.replicas)} replicas can answer ({reasons}). They are tried again.")
         opening = self.opening(group)
         return by_url[routing.order(opening.text or group, loads, opening.last)[0]]
+
+    def route(self, group: str) -> tuple[int | None, str]:
+        """Returns (number of the replica for the chat's next question, why); (None, error) if no replica can answer."""
+        try:
+            replica = self.place(group)
+        except EngineDead as error:
+            return None, str(error)
+        if group in self.pins:
+            return replica.number, "pinned"
+        last = self.opening(group).last == replica.url
+        return replica.number, "it wrote the last answer" if last else "by its prefix"
+
+    def writer(self, group: str) -> Replica | None:
+        """Returns the replica that is writing the chat's answer."""
+        return next((each for each in self.replicas if group in each.streams.values()), None)
+
+    def current(self, group: str) -> Replica | None:
+        """Returns the replica that is writing the chat's answer.
+
+        If no replica is writing, returns the replica to which the chat is pinned, or else the replica of its last
+        answer. If that replica cannot answer now, returns the replica for the chat's next answer.
+        """
+        writing = self.writer(group)
+        if writing is not None or not self.info:  # without info, no replica has answered yet
+            return writing
+        url = self.pins.get(group, "") or self.opening(group).last
+        pinned_or_last = next((replica for replica in self.replicas if replica.url == url), None)
+        if pinned_or_last is not None and not self.reason_against(pinned_or_last):
+            return pinned_or_last
+        try:
+            return self.place(group)
+        except EngineDead:
+            return pinned_or_last
+
+    def server_of(self, group: str) -> tuple[str, MetricsPoller | None]:
+        """Returns (name, poller of the metrics) of the chat's current replica."""
+        replica = self.current(group)
+        return (f"{replica.number} {replica.url}", replica.poller) if replica is not None else ("no replica", None)
 
     # ---- start and end
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding
 
-from minitui.sources.server_metrics import MetricsPoller
 from minitui.sources.vllm import ONLY_WATCHES
 from minitui.tui.app import MinituiApp
 from minitui.tui.openai_app import need_records
@@ -39,12 +38,16 @@ class CacheScreen(BaseScreen[None]):
     }
     """
 
+    def __init__(self, source: KvSource) -> None:
+        super().__init__()
+        self._source = source
+
     def compose(self) -> ComposeResult:
         yield TopBar()
         with Columns(id="columns"):
             with Column(id="left"):
                 yield ServerVitals(id="server")
-                yield CachePool(id="pool")
+                yield CachePool(self._source, id="pool")
                 yield Missing(id="missing")
             with Column(id="right"):
                 yield CachedTexts(id="tree")
@@ -75,9 +78,9 @@ class CacheScreen(BaseScreen[None]):
 
 
 class CacheApp(MinituiApp):
-    """The application. `events`: the source, for the panels."""
+    """The application: one screen."""
 
-    MODES: ClassVar[dict[str, Any]] = {"cached": CacheScreen}
+    MODES: ClassVar[dict[str, Any]] = {}
     DEFAULT_MODE = "cached"
     NOT_OFFERED: ClassVar[dict[str, str]] = {
         **MinituiApp.NOT_OFFERED, **need_records(MISSING), **dict.fromkeys(("Chats", "chat", "slash"), ONLY_WATCHES),
@@ -88,11 +91,7 @@ class CacheApp(MinituiApp):
     def __init__(self, source: KvSource, *args: Any, **options: Any) -> None:
         options["load_codec"] = lambda info: source.texts
         super().__init__(source, *args, **options)
-        self.events = source
-
-    def current_server(self) -> tuple[str, MetricsPoller | None]:
-        """Returns the server's address and the poller of its metrics, as HasServer requires."""
-        return self.events.url, self.events.poller
+        self.add_mode("cached", lambda: CacheScreen(source))
 
     def switch_mode(self, mode: str) -> Any:
         """Show the only screen; "inspect" is its name on other servers."""

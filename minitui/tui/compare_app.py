@@ -20,7 +20,7 @@ from minitui.teaching.stage import Restart, Stage
 from minitui.trace.reader import TraceReader
 from minitui.tui.app import MinituiApp
 from minitui.tui.replay_app import NEED_CHATS, NO_CHATS, TraceCodec
-from minitui.tui.screens.compare import CompareScreen
+from minitui.tui.screens.compare import CompareScreen, NewRunsScreen
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.viewmodel.compare.comparison import Comparison, key_of, settings_that_differ
@@ -35,22 +35,20 @@ UNLIKE = "The two runs did not do the same work: see the figures (tab)."
 class CompareApp(MinituiApp):
     """The application with a screen for two runs of its engine."""
 
-    MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "compare": CompareScreen}
+    MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "compare": NewRunsScreen}
     DEFAULT_MODE = "compare"
     TABS = (("compare", "0 Compare"), *MinituiApp.TABS)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("0", "switch_mode('compare')", "Compare", id="compare", tooltip="Two runs on one clock", show=False)
     ]
-    SAVES: ClassVar[bool] = True  # False: there are no new runs to save
     save: Save | None = None  # None: the runs have not ended
-    notes: tuple[str, ...] = ()  # sentences below the figures
 
     def tell(self, infos: Sequence[EngineInfo]) -> None:
         """Show the sentence about the two runs under the top bar. `infos`: facts about their engines."""
         comparison = Comparison.of(self.view, key_of(infos))
         self.story = f"{comparison.sentence} {UNLIKE if comparison.unlike else ''}"
 
-    def save_runs(self) -> None:
+    def action_save_runs(self) -> None:
         """Ask for a name, and save the two runs as recordings."""
         if self.save is None:
             self.say("the two runs can be saved when both have ended", error=True)
@@ -69,7 +67,7 @@ class CompareApp(MinituiApp):
 class DemoApp(CompareApp):
     """The application of a demo that compares two settings."""
 
-    SAVES = False
+    MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "compare": CompareScreen}
     DEFAULT_MODE = "chat"
 
 
@@ -92,7 +90,7 @@ async def compare_in_app(contrast: Contrast, app: CompareApp, restart: Restart, 
     finally:
         app.asking = None
     app.save = save
-    app.notes = (outcome.replies,)
+    app.view.notes = (outcome.replies,)
     app.tell(outcome.infos)
 
 
@@ -134,7 +132,6 @@ class TwoRecordings(Source):
 class RecordingsApp(CompareApp):
     """The application for two recordings. Inspect and Lecture show the second."""
 
-    SAVES = False
     MODES: ClassVar[dict[str, Any]] = {"compare": CompareScreen, "inspect": InspectScreen, "lecture": LectureScreen}
     NOT_OFFERED: ClassVar[dict[str, str]] = {
         **CompareApp.NOT_OFFERED, **NEED_CHATS, "Engine": ONLY_READ, "back": "", "forward": "", "now": "",
@@ -146,8 +143,6 @@ class RecordingsApp(CompareApp):
         options["script"] = RecordingsApp._show
         super().__init__(source, *args, **options)
         self._recordings = source
-        differ = settings_that_differ(source.infos)
-        self.notes = (f"The engines differ in: {differ}.",) if differ else ()
 
     def group_names(self) -> dict[str, str]:
         return self._recordings.second.texts.group_names
@@ -155,6 +150,8 @@ class RecordingsApp(CompareApp):
     async def _show(self) -> None:
         view = self._recordings.second
         view.earlier = self._recordings.first
+        differ = settings_that_differ(self._recordings.infos)
+        view.notes = (f"The engines differ in: {differ}.",) if differ else ()
         self.view = self.feed.view = view
         self.tell(self._recordings.infos)
 

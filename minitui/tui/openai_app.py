@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from minitui.sources.openai import OpenAISource
-from minitui.sources.server_metrics import MetricsPoller
 from minitui.sources.vllm import HOW
 from minitui.tui.app import MinituiApp
 from minitui.tui.panels import BY_KEY
@@ -61,7 +60,3 @@ class ForeignApp(MinituiApp):
     def _update_story(self) -> None:
         if self._foreign.info:
             self.story = self._foreign.metrics.describe() if self.size.width < RAIL_FROM else ""
-
-    def current_server(self) -> tuple[str, MetricsPoller | None]:
-        """Returns the server's address and the poller of its metrics, as HasServer requires."""
-        return self._foreign.url, self._foreign.poller

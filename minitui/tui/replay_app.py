@@ -7,15 +7,16 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
-from engine.errors import InvalidRequest
+from engine.errors import EngineError, InvalidRequest
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
-from minitui.sources.replay import ReplaySource
+from minitui.sources.replay import MAX_SPEED, MIN_SPEED, ReplaySource
 from minitui.trace.reader import TraceReader
 from minitui.tui.actions import Action
 from minitui.tui.app import MinituiApp
 from minitui.tui.screens.inspect import TALL
 from minitui.tui.screens.replay import ReplayLecture, ReplayScreen
+from minitui.tui.widgets.replay_bar import ReplayBar, position
 from minitui.viewmodel.moment import Playback
 from minitui.viewmodel.words.narrate import narrate
 
@@ -23,6 +24,8 @@ NO_CHATS = "this is a recording: it has no chats; `minitui chat` starts an engin
 NEED_CHATS = dict.fromkeys(("Chats", "chat", "slash"), NO_CHATS)
 NO_ENGINE = "this is a recording: no engine runs here; `minitui chat` starts one"
 REST = " … (press 3 for more)"
+SPEEDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+JUMP = 0.05  # the share of the recording that one jump covers
 
 
 def shortened(text: str, width: int, lines: int) -> str:
@@ -112,8 +115,7 @@ class ReplayApp(MinituiApp):
     @property
     def position(self) -> int:
         """The step that the panels show."""
-        moment = self.view.moment
-        return moment.horizon if moment.exact and moment.horizon >= 0 else self.replay.step
+        return position(self.view, self.replay)
 
     def _frame(self) -> None:
         self._note_playback()
@@ -213,6 +215,51 @@ class ReplayApp(MinituiApp):
         """Move the playhead to the step that is shown."""
         if self.view.moment.travel_text:
             await self._move_playhead(self.view.moment.horizon)
+
+    # ---- the keys of the playhead, and a click on its line
+
+    def on_replay_bar_clicked(self, message: ReplayBar.Clicked) -> None:
+        self.run_worker(self.seek(message.step), group="seek", exclusive=True)
+
+    def action_speed(self, direction: int) -> None:
+        """Set the next lower or higher speed of SPEEDS."""
+        now = self.replay.speed
+        candidates = [s for s in SPEEDS if (s - now) * direction > 1e-9 and MIN_SPEED <= s <= MAX_SPEED]
+        if candidates:
+            self.replay.set_speed(min(candidates, key=lambda speed: abs(speed - now)))
+
+    async def action_jump(self, direction: int) -> None:
+        """Jump a twentieth of the recording back or forward."""
+        source = self.replay
+        span = max(1, round((source.trace.last_step - source.trace.step_before) * JUMP))
+        await self.seek(self.position + direction * span)
+
+    async def action_begin(self) -> None:
+        """Go to the first step."""
+        await self.seek(self.replay.trace.first_step)
+
+    def action_end(self) -> None:
+        """Go to the last step."""
+        self.to_now()
+
+    async def action_mark(self, direction: int) -> None:
+        """Go to the next or the previous bookmark."""
+        mark = self.replay.next_bookmark(self.position, direction)
+        if mark is None:
+            self.say("there is no bookmark " + ("after this step" if direction > 0 else "before this step"))
+            return
+        await self.seek(mark[0])
+        self.say(f"step {mark[0]:,}: {mark[1]}")
+
+    def action_bookmark(self) -> None:
+        """Ask for a text and save it in the file as a bookmark of this step."""
+        self.ask_text("Bookmark this step as", "", self._bookmark)
+
+    def _bookmark(self, text: str) -> None:
+        try:
+            self.replay.bookmark(self.position, text.strip() or "bookmark")
+        except EngineError as error:
+            self.say(str(error), error=True)
 
     def _note_playback(self) -> None:
         # At its end, the picture is exact, too.

@@ -6,14 +6,13 @@ import asyncio
 from functools import partial
 from typing import Any, ClassVar
 
-from engine.errors import EngineDead, EngineError
+from engine.errors import EngineError
 from minitui.chat.conversation import Session
 from minitui.chat.model_choice import load_codec
 from minitui.sources.remote import RemoteSource
 from minitui.sources.replica import Replica
 from minitui.sources.replicas import ReplicaSource
 from minitui.sources.routing import Opening, opening_of
-from minitui.sources.server_metrics import MetricsPoller
 from minitui.tui.app import MinituiApp
 from minitui.tui.commands import Commands
 from minitui.tui.openai_app import ForeignChatScreen, need_records
@@ -110,40 +109,10 @@ class ReplicaApp(MinituiApp):
         session = next((s for s in self.chats.sessions if s.id == group), None)
         return opening_of(session) if session is not None else Opening(group)
 
-    def route(self, session: Session) -> tuple[int | None, str]:
-        """Returns (number of the replica for the chat's next question, why); (None, error) if no replica can answer."""
-        try:
-            replica = self.replicas.place(session.id)
-        except EngineDead as error:
-            return None, str(error)
-        if session.id in self.replicas.pins:
-            return replica.number, "pinned"
-        if self._opening(session.id).last == replica.url:
-            return replica.number, "it wrote the last answer"
-        return replica.number, "by its prefix"
-
-    def current_replica(self) -> Replica | None:
-        """Returns the replica that is writing the current chat's answer.
-
-        If no replica is writing, returns the replica to which the chat is pinned, or else the replica of its last
-        answer. If that replica cannot answer now, returns the replica for the chat's next answer.
-        """
-        session, source = self.session, self.replicas
-        writing = getattr(session._stream, "replica", None)
-        if writing is not None or not source.info:  # without info, no replica has answered yet
-            return writing
-        url = source.pins.get(session.id, "") or opening_of(session).last
-        pinned_or_last = next((replica for replica in source.replicas if replica.url == url), None)
-        if pinned_or_last is not None and not source.reason_against(pinned_or_last):
-            return pinned_or_last
-        try:
-            return source.place(session.id)
-        except EngineDead:
-            return pinned_or_last
-
     def _elsewhere(self, session: Session) -> bool:
         """Returns True if a replica that the panels do not show is writing this chat's answer."""
-        return session._stream is not None and getattr(session._stream, "replica", None) is not self.replicas.shown
+        writer = self.replicas.writer(session.id)
+        return writer is not None and writer is not self.replicas.shown
 
     def queue_place(self, session: Session) -> int | None:
         """As in AppBase; None (unknown) if the chat's replica is not in the panels."""
@@ -205,7 +174,7 @@ class ReplicaApp(MinituiApp):
         if self.progress is not None or self._switching.locked():
             return
         reporting = [r for r in self.replicas.replicas if r.telemetry is not None and not r.trouble]
-        current = None if self._held else self.current_replica()
+        current = None if self._held else self.replicas.current(self.session.id)
         wanted = current if current in reporting else self.replicas.shown or next(iter(reporting), None)
         if wanted is None or wanted not in reporting:
             return
@@ -226,7 +195,7 @@ class ReplicaApp(MinituiApp):
         parts = [f"{len(source.usable)} of {len(source.replicas)} replicas can answer"]
         if source.shown is not None:
             parts.append(f"panels: {source.shown.number}{', held' if self._held else ''}")
-        number, why = self.route(self.session)
+        number, why = source.route(self.session.id)
         no_replica = "no replica can answer this chat (press 4)"
         parts.append(f"this chat: {number}, {why}" if number is not None else no_replica)
         return "   ".join(parts)
@@ -238,8 +207,3 @@ class ForeignReplicaApp(ReplicaApp):
     NOT_OFFERED = need_records(NO_RECORDS)
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (MinituiApp.TABS[0], TAB)
     MODES: ClassVar[dict[str, Any]] = {"chat": ForeignReplicaChatScreen, "replicas": ReplicaScreen}
-
-    def current_server(self) -> tuple[str, MetricsPoller | None]:
-        """Returns (name, metrics) of the current chat's replica: see HasServer."""
-        replica = self.current_replica()
-        return (f"{replica.number} {replica.url}", replica.poller) if replica is not None else ("no replica", None)

@@ -88,6 +88,7 @@ class View:
         self.version = 0  # increases with each selection and each `put`: screens then paint again
         self.run_name = ""  # of a run that is compared with another run (see `keep_run`)
         self.earlier: View | None = None  # the run to compare with
+        self.notes: tuple[str, ...] = ()  # sentences about both runs, besides their figures
         self._begin()
 
     def _begin(self) -> None:

@@ -414,7 +414,7 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
         await shown(lambda: "2 of 2 can answer" in table() and table().count(" up ") == 2)
         assert all(door.url.removeprefix("http://") in table() for door in doors)
         app._followed = source.shown = None
-        await shown(lambda: source.shown is not None and source.shown is app.current_replica())
+        await shown(lambda: source.shown is not None and source.shown is source.current(app.session.id))
         await pilot.press("down", "P")
         assert source.pins[app.session.id] == doors[1].url
         app.ask_question("What is prefill?")

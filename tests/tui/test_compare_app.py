@@ -90,7 +90,7 @@ async def test_a_contrast_runs_in_the_application_is_saved_and_opens_again(tmp_p
         shown = Comparison.of(app.view)
         assert [run.name for run in shown.runs] == ["24 blocks", "64 blocks"]
         assert [run.figures.replies for run in shown.runs] == [480, 480]
-        assert app.notes == ("The replies were the same.",)
+        assert app.view.notes == ("The replies were the same.",)
         await press(pilot, "S")
         for _ in range(len("compare")):
             await pilot.press("backspace")

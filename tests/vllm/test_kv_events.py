@@ -294,7 +294,7 @@ async def test_a_message_with_too_many_events_is_refused_and_the_screen_says_so(
         await publisher.publish(stored([1]))
         await until(lambda: len(source.tree) == 1)
         assert source.refused == 1 and source.why_refused == "it has 1,300,000 events, and the limit is 131,072"
-        assert any("1 message refused; the last one because it has" in text for text in CachePool()._sentences(source))
+        assert any("1 message refused; the last one because it has" in text for text in CachePool(source)._sentences())
 
 
 async def test_many_events_leave_the_application_its_turns() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol, cast
+from typing import ClassVar
 
 from textual import events, getters
 from textual.app import ComposeResult
@@ -47,7 +47,6 @@ their number.""")
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id, frame=frame)
         self.comparison: Comparison | None = None
-        self.notes: tuple[str, ...] = ()  # sentences below the figures
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         if self.comparison is None or not self.comparison.shows(view):
@@ -64,7 +63,7 @@ their number.""")
         for run in comparison.runs:
             head.right(fit(clean(run.name) or "this run", value - 1, glyphs().dots).rstrip(), head.width + value, "dim")
         rows = [self._row(one, comparison, title, value, width) for one in comparison.differences]
-        for text in (comparison.unlike, comparison.disturbed, *self.notes):
+        for text in (comparison.unlike, comparison.disturbed, *view.notes):
             rows += [Row().done(width), *wrapped(text, "ink", width)] if text else []
         shown, below = self.window(rows, height - 1)
         note: list[Run] = [(f"{below} more below", "dim")] if below else []
@@ -93,22 +92,11 @@ WIDE = 170  # columns: the figures are beside the lanes
 TALL = 50  # rows: the figures are below the lanes; a smaller terminal shows one of the two
 
 
-class HasRuns(Protocol):
-    """The part of the application (CompareApp) that this screen uses."""
-
-    SAVES: bool  # False: there are no new runs to save
-    notes: tuple[str, ...]  # sentences below the figures
-
-    def save_runs(self) -> None:
-        """Ask for a name, and save the two runs as recordings."""
-
-
 class CompareScreen(BaseScreen[None]):
     """Arranges the two panels. Tab changes between them."""
 
     BINDINGS: ClassVar = [
         Binding("tab,shift+tab", "panel", "lanes or figures", show=False, id="compare.panel"),
-        Binding("S", "save", "save", show=False, id="compare.save", tooltip="save the two runs as recordings"),
     ]
     DEFAULT_CSS = """
     CompareScreen {
@@ -144,12 +132,7 @@ class CompareScreen(BaseScreen[None]):
         if self._current == "figures":
             moves = [("up down", "scroll")]
         keep = [h for h in super().hints() if h[1] in ("inspect", "help", "commands")]
-        save = [("S", "save")] if cast(HasRuns, self.app).SAVES else []
-        return [("tab", "figures" if self._current == "runs" else "lanes"), *moves, *save, *keep, ("q", "quit")]
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Refuse to save where there are no new runs."""
-        return action != "save" or cast(HasRuns, self.app).SAVES
+        return [("tab", "figures" if self._current == "runs" else "lanes"), *moves, *keep, ("q", "quit")]
 
     def on_resize(self, event: events.Resize) -> None:
         self.lay_out()
@@ -165,7 +148,6 @@ class CompareScreen(BaseScreen[None]):
 
     def paint(self, view: View) -> None:
         """Show the view; called once a frame while this screen is visible."""
-        self.figures.notes = cast(HasRuns, self.app).notes
         for bar in self.query(Bar):
             bar.paint(view)
         for panel in self.query(LinePanel):
@@ -178,6 +160,13 @@ class CompareScreen(BaseScreen[None]):
         self.lay_out()
         self.query_one(f"#{self._current}").focus()
 
-    def action_save(self) -> None:
-        """Save the two runs as recordings."""
-        cast(HasRuns, self.app).save_runs()
+
+class NewRunsScreen(CompareScreen):
+    """The compare screen for runs that can be saved as recordings."""
+
+    BINDINGS: ClassVar = [
+        Binding("S", "app.save_runs", "save", show=False, id="compare.save", tooltip="save the two runs as recordings"),
+    ]
+
+    def hints(self) -> list[Hint]:
+        return [*super().hints()[:-1], ("S", "save"), ("q", "quit")]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import ClassVar, Protocol, cast
+from dataclasses import dataclass
+from typing import ClassVar
 
 from textual import getters
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.css.scalar import Scalar
+from textual.message import Message
 
 from engine.errors import EngineError
 from minitui.teaching.lesson_progress import LessonProgress
@@ -38,17 +40,6 @@ from minitui.viewmodel.view import View
 
 NOTHING = "no picture yet: the experiment has not run"
 WIDE = 120  # columns; if the screen is at least this wide, panels are beside the text, otherwise below it
-
-
-class HasLesson(Protocol):
-    """The part of the application (LessonApp) that this screen uses."""
-
-    lesson: Lesson
-    stage: Stage | None  # None until the engine has started
-    lesson_progress: LessonProgress  # what the reader has read and predicted
-
-    def open_lesson(self, lesson: Lesson, at_end: bool = False) -> None:
-        """Restart the engine with this lesson's options, and show the lesson. `at_end`: its last page."""
 
 
 class LessonScreen(BaseScreen[None]):
@@ -86,8 +77,17 @@ class LessonScreen(BaseScreen[None]):
     """
     text = getters.query_one("#text", LessonText)
 
-    def __init__(self) -> None:
+    @dataclass
+    class Wanted(Message):
+        """Asks the application to open another lesson. `at_end`: at its last page."""
+
+        lesson: Lesson
+        at_end: bool
+
+    def __init__(self, lesson: Lesson, progress: LessonProgress, engine: Callable[[], Stage | None]) -> None:
+        """`progress`: what the reader has read and predicted. `engine`: returns None until the engine has started."""
         super().__init__()
+        self._first, self._progress, self._engine = lesson, progress, engine
         self.stage: Stage | None = None
         self._nothing = View()  # before a page's experiment has run, its panels show no earlier experiment
         self._nothing.history.missing = NOTHING
@@ -100,7 +100,7 @@ class LessonScreen(BaseScreen[None]):
     def compose(self) -> ComposeResult:
         yield TopBar()
         with Container(id="body"):
-            yield LessonText(self._new_reading(cast(HasLesson, self.app).lesson), id="text")
+            yield LessonText(self._new_reading(self._first), id="text")
             with Container(id="side"):
                 for name, panel in PANELS.items():
                     widget = panel(id=f"panel-{name}")
@@ -109,7 +109,7 @@ class LessonScreen(BaseScreen[None]):
         yield StatusBar()
 
     def _new_reading(self, lesson: Lesson, at_end: bool = False) -> Reading:
-        reading = Reading(lesson, cast(HasLesson, self.app).lesson_progress)
+        reading = Reading(lesson, self._progress)
         if at_end:
             reading.at = reading.pages - 1
         elif reading.at:
@@ -138,8 +138,7 @@ class LessonScreen(BaseScreen[None]):
 
     def paint(self, view: View) -> None:
         """Show the text and its panels; called once per frame while this screen is visible."""
-        stage = cast(HasLesson, self.app).stage
-        if self.stage is None and stage is not None:
+        if self.stage is None and (stage := self._engine()) is not None:
             self.begin(self.reading.lesson, stage)
         for bar in self.query(Bar):
             bar.paint(view)
@@ -216,7 +215,7 @@ class LessonScreen(BaseScreen[None]):
             if stopped:
                 self.app.say(f"the experiment of “{stopped}” was stopped: it has no result")
         elif reading.ready and (other := neighbour(reading.lesson, 1 if pages > 0 else -1)) is not None:
-            cast(HasLesson, self.app).open_lesson(other, at_end=pages < 0)
+            self.post_message(self.Wanted(other, at_end=pages < 0))
 
     def action_read_on(self, pages: int) -> None:
         """Show the lines below if `pages` is positive, or above; if there are none, turn the page."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from dataclasses import dataclass
+
+from textual.message import Message
 
 from minitui.sources.replay import ReplaySource
 from minitui.tui.glyphs import glyphs
@@ -18,29 +20,29 @@ KEYS = (  # the keys of the bar, for wide and for narrow terminals
 )
 
 
-class HasReplay(Protocol):
-    """The part of the application (ReplayApp) that the bar and the screens of a recording use."""
-
-    @property
-    def replay(self) -> ReplaySource:
-        """The recording as it is played."""
-
-    @property
-    def position(self) -> int:
-        """The step that the panels show."""
-
-    async def seek(self, step: int) -> None:
-        """Show the recording at the end of `step`."""
+def position(view: View, replay: ReplaySource) -> int:
+    """Returns the step that the panels show."""
+    return view.moment.horizon if view.moment.exact and view.moment.horizon >= 0 else replay.step
 
 
 class ReplayBar(Bar):
     """The moment that is shown, the speed of the replay, and the bookmarks. A click on the line moves the playhead."""
 
+    @dataclass
+    class Clicked(Message):
+        """Asks the application to show the recording at the end of a step."""
+
+        step: int
+
     _places: range = range(0)  # the columns of the line
 
+    @property
+    def _replay(self) -> ReplaySource:
+        assert isinstance(self.app.source, ReplaySource)
+        return self.app.source
+
     def picture(self, view: View, width: int, height: int) -> Picture:
-        app = cast(HasReplay, self.app)
-        source, step = app.replay, app.position
+        source, step = self._replay, position(view, self._replay)
         if source.reader is None:
             return Picture([Row(" reading the recording", "dim").done(width)])
         trace = source.trace
@@ -80,18 +82,17 @@ class ReplayBar(Bar):
     def clicked(self, view: View, column: int, row: int) -> None:
         if column not in self._places:
             return
-        app, at, room = cast(HasReplay, self.app), column - self._places.start, len(self._places)
-        source, trace = app.replay, app.replay.trace
+        at, room = column - self._places.start, len(self._places)
+        source, trace = self._replay, self._replay.trace
         begin = trace.step_before - (-at * _steps(source) // room)  # the first step of this column
         step = trace.last_step if at == room - 1 else max(trace.first_step, begin)
         step = next((step for step, _ in trace.bookmarks if _column(source, step, room) == at), step)
-        self.app.run_worker(app.seek(step), group="seek", exclusive=True)
+        self.post_message(self.Clicked(step))
 
 
 def _steps(source: ReplaySource) -> int:
     """Returns the number of steps on the line; the first place is before the first step."""
     return max(1, source.trace.last_step - source.trace.step_before) + 1
-
 
 
 def _column(source: ReplaySource, step: int, room: int) -> int:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING
+
+from textual import getters
 
 from engine.trace.views import NodeView
-from minitui.sources.server_metrics import POLL_S, MetricsPoller
+from minitui.sources.openai import OpenAISource
+from minitui.sources.replicas import ReplicaSource
+from minitui.sources.server_metrics import POLL_S
 from minitui.text import count, duration
+from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.inspect.tree import RadixTree
@@ -39,20 +44,16 @@ FIGURES: tuple[Figure, ...] = (
 )
 
 
-class HasServer(Protocol):
-    """The part of the application (ForeignApp, ForeignReplicaApp) that this panel uses."""
-
-    def current_server(self) -> tuple[str, MetricsPoller | None]:
-        """Returns (name, poller of the metrics) of the server that answers the current chat."""
-
-
 class ServerVitals(LinePanel, can_focus=False):
     """Six figures. If there is room, each has a sparkline with the values of the last polls."""
 
     TITLE = "Server"
+    app = getters.app(AppBase)
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        name, poller = cast(HasServer, self.app).current_server()
+        source = self.app.source
+        assert isinstance(source, OpenAISource | ReplicaSource)
+        name, poller = source.server_of(self.app.session.id)
         rows: list[Runs] = [Row(name, "ink").done(width)]
         notice, tone = ("no server has answered yet" if poller is None else poller.trouble), "bad"
         if not notice and poller is not None and poller.no_metrics:
@@ -77,12 +78,6 @@ MISSING = (
     "KV events do not name requests, steps or blocks in memory, so lanes, steps, users and the order of eviction are "
     "unknown. To see them, start vLLM with --scheduler-cls minitui.vllm.RecordingScheduler."
 )
-
-
-class HasEvents(Protocol):
-    """The part of the application (CacheApp) that these panels use."""
-
-    events: KvSource
 
 
 class CachedTexts(RadixTree):
@@ -121,8 +116,12 @@ class CachePool(LinePanel, can_focus=False):
 
     TITLE = "Pool"
 
+    def __init__(self, source: KvSource, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._source = source
+
     def picture(self, view: View, width: int, height: int) -> Picture:
-        source = cast(HasEvents, self.app).events
+        source = self._source
         tree, dash = source.tree, glyphs().dash
         size = f"{source.num_blocks:,} blocks of {tree.size} tokens" if source.num_blocks else dash
         use = source.metrics.cache_use
@@ -134,12 +133,13 @@ class CachePool(LinePanel, can_focus=False):
             ("stored", f"{count(tree.stored, 'block')}, {tree.removed:,} removed"),
         ]
         rows: list[Runs] = [Row(label, "dim").to(10).add(text, "ink").done(width) for label, text in figures]
-        for sentence in self._sentences(source):
+        for sentence in self._sentences():
             rows += wrapped(sentence, "waiting", width)
         return Picture(rows[:height], legend=[(f"{source.events} · {count(source.messages, 'message')}", "dim")])
 
-    def _sentences(self, source: KvSource) -> list[str]:
+    def _sentences(self) -> list[str]:
         """Returns what the tree does not show, and why."""
+        source = self._source
         sentences = []
         if source.joined is None:
             sentences.append(f"Nothing publishes KV events at {source.events}, or it is not reached yet.")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, cast
+from typing import ClassVar
 
+from textual import getters
 from textual.binding import Binding
 from textual.message import Message
 
-from minitui.chat.conversation import Session
-from minitui.chat.sessions import Chats
 from minitui.sources.replica import LOADING, UNKNOWN, Replica
 from minitui.sources.replicas import UNDECIDED, ReplicaSource
 from minitui.text import duration, short
+from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, legend, wrapped
@@ -25,17 +25,6 @@ KINDS = {
     "minitui": "a minitui server", "vllm": "vLLM with minitui's recorder", "openai": "a server with OpenAI's endpoints",
 }  # fmt: skip
 WITH_MODEL = 92  # cells; a narrower table has no column for the model
-
-
-class HasReplicas(Protocol):
-    """The part of the application (ReplicaApp) that this panel uses."""
-
-    replicas: ReplicaSource
-    chats: Chats
-    session: Session
-
-    def route(self, session: Session) -> tuple[int | None, str]:
-        """Returns (number of the replica for the chat's next question, why); (None, error) if no replica can answer."""
 
 
 class Replicas(LinePanel):
@@ -56,17 +45,20 @@ class Replicas(LinePanel):
 
     at = 0  # index of the chosen replica
 
+    app = getters.app(AppBase)
+
     @property
-    def _app(self) -> HasReplicas:
-        return cast(HasReplicas, self.app)
+    def _source(self) -> ReplicaSource:
+        assert isinstance(self.app.source, ReplicaSource)
+        return self.app.source
 
     @property
     def chosen(self) -> Replica:
         """The chosen replica."""
-        return self._app.replicas.replicas[self.at]
+        return self._source.replicas[self.at]
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        source = self._app.replicas
+        source = self._source
         rows = [self._head(width)]
         rows += [self._row(source, replica, index == self.at, width) for index, replica in enumerate(source.replicas)]
         rows.append(Row().done(width))
@@ -119,7 +111,7 @@ class Replicas(LinePanel):
         end = width - sum(cells for _, cells in COLUMNS)
         if width < WITH_MODEL:
             return end, 0
-        longest = max(len(replica.name) for replica in self._app.replicas.replicas)
+        longest = max(len(replica.name) for replica in self._source.replicas)
         at = LEAD + min(longest + 2, (end - LEAD) // 2)
         return at, end - at
 
@@ -148,11 +140,11 @@ class Replicas(LinePanel):
 
     def _chats(self, source: ReplicaSource, width: int) -> list[Runs]:
         """Returns the replica for each chat's next question, and why."""
-        chats = self._app.chats
+        chats = self.app.chats
         rows = [Row("the replica for the next question of each chat", "dim").done(width)]
         for session in chats.sessions:
-            number, why = self._app.route(session)
-            ground = " on empty-chip" if session is self._app.session else ""
+            number, why = source.route(session.id)
+            ground = " on empty-chip" if session is self.app.session else ""
             row = Row(f" {chats.number(session)} ", "bold ink" + ground)
             row.add(_shortened(session.title, max(12, width // 3)), "ink" + ground).to(width // 3 + 5)
             row.add(*(("none", "bad") if number is None else (str(number), "bold ink"))).add(f"  {why}", "dim")
@@ -160,11 +152,11 @@ class Replicas(LinePanel):
         return rows
 
     def clicked(self, view: View, column: int, row: int) -> None:
-        if 1 <= row <= len(self._app.replicas.replicas):
+        if 1 <= row <= len(self._source.replicas):
             self.at = row - 1
 
     def action_move(self, by: int) -> None:
-        self.at = max(0, min(len(self._app.replicas.replicas) - 1, self.at + by))
+        self.at = max(0, min(len(self._source.replicas) - 1, self.at + by))
         self.repaint()
 
     def action_show(self) -> None:
