@@ -76,3 +76,15 @@ def cache_groups(config: LayerShapes) -> tuple[CacheGroup, ...]:
     if sum(group.kind == "full" for group in groups) > 1:
         raise ValueError("the layers with full attention differ in their heads: one block table cannot serve them")
     return (*groups, CacheGroup("state", "state", states)) if states else tuple(groups)
+
+
+def paged_groups(config: LayerShapes) -> tuple[CacheGroup, ...]:
+    """Returns the groups with pages: all but that of the states."""
+    return tuple(group for group in cache_groups(config) if group.kind != "state")
+
+
+def group_of_layers(config: LayerShapes) -> list[int]:
+    """Returns for each layer the index of its group in cache_groups."""
+    groups = cache_groups(config)
+    found = {layer: i for i, group in enumerate(groups) for layer in (*group.layers, *group.readers)}
+    return [found[layer] for layer in range(config.num_layers)]

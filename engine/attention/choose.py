@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionShape, Sinks
+from engine.attention.grouped import GroupedAttention, GroupShape
 from engine.errors import EngineError
+from engine.groups import group_of_layers, paged_groups
 
 BACKENDS = ("auto", "torch", "triton", "flash")
 
@@ -37,9 +39,26 @@ def choose_attention(
 ) -> AttentionBackend:  # fmt: skip
     """Returns the backend for `name` (see `backend_names`). "auto" picks the fastest for the device and the model.
 
-    Raises EngineError if the device or the model does not support the backend. `kv_dtype`: the type of the KV cache;
-    None means the model's type. `sinks`: of each layer; None: the model has none.
+    A model with several cache groups gets a backend for each. Raises EngineError if the device or the model does not
+    support the backend. `kv_dtype`: the type of the KV cache; None means the model's type. `sinks`: of each layer;
+    None: the model has none.
     """
+    groups = paged_groups(config)
+    if len(groups) == 1:
+        return choose_backend(name, config, block_size, dtype, device, max_rows, max_model_len, kv_dtype, sinks)
+    shapes = [GroupShape(config, group) for group in groups]
+    backends = [
+        choose_backend(name, shape, block_size, dtype, device, max_rows, max_model_len, kv_dtype, sinks)
+        for shape in shapes
+    ]
+    return GroupedAttention(backends, group_of_layers(config))
+
+
+def choose_backend(
+    name: str, config: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device, max_rows: int,
+    max_model_len: int, kv_dtype: torch.dtype | None, sinks: Sinks,
+) -> AttentionBackend:  # fmt: skip
+    """Returns the backend of one cache group. See choose_attention."""
     from engine.attention.torch_backend import TorchAttention
 
     prefill, decode = backend_names(name)

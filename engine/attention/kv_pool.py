@@ -12,31 +12,43 @@ from collections.abc import Sequence
 import torch
 
 from engine.attention.base import AttentionShape
+from engine.groups import cache_groups
 
 
 class KVPool:
-    """Holds keys[layer] and values[layer], each [num_blocks, block_size, kv_heads, head_dim], initially zeros.
+    """Holds keys[layer] and values[layer], each [blocks of the group, block_size, kv_heads, head_dim], initially zeros.
 
-    The memory of these tensors never moves. scales[layer]: fp32 [2, kv_heads], the scales of keys and values in an
-    8-bit cache; None in other caches. Block 0 is the null block: padding refers to it, no request holds it, and its
-    contents are always finite.
+    A layer that reads the keys and values of another layer has that layer's tensors. The memory of these tensors never
+    moves. scales[layer]: fp32 [2, kv_heads], the scales of keys and values in an 8-bit cache; None in other caches.
+    Block 0 of each group is its null block: padding refers to it, no request holds it, and its contents are always
+    finite.
     """
 
     def __init__(
         self, config: AttentionShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
-        scales: list[torch.Tensor] | None = None,
+        scales: list[torch.Tensor] | None = None, side_blocks: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        """`num_blocks`: of group 0. `side_blocks`: of the other groups (engine/groups.py); (): the same number."""
+        groups = cache_groups(config)
         self.num_blocks = num_blocks
+        self.side_blocks = side_blocks or (num_blocks,) * (len(groups) - 1)
         self.block_size = block_size
         self.dtype = dtype
         self.scales: Sequence[torch.Tensor | None] = scales if scales is not None else [None] * config.num_layers
-        tensors = _zeros(2 * config.num_layers, shape, dtype, device)
-        self.keys, self.values = tensors[: config.num_layers], tensors[config.num_layers :]
+        held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for group, blocks in zip(groups, (num_blocks, *self.side_blocks), strict=True):
+            if group.kind != "state":
+                shape = (blocks, block_size, group.num_kv_heads, group.head_dim)
+                count = len(group.layers)
+                tensors = _zeros(2 * count, shape, dtype, device)
+                held |= zip(group.layers, zip(tensors[:count], tensors[count:], strict=True), strict=True)
+        self._held = held
+        sources = [held[config.source_of(layer)] for layer in range(config.num_layers)]
+        self.keys, self.values = [keys for keys, _ in sources], [values for _, values in sources]
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return sum(keys.nbytes + values.nbytes for keys, values in self._held.values())
 
 
 def _zeros(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Sequence[torch.Tensor]:

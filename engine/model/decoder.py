@@ -16,6 +16,7 @@ import torch
 
 from engine.attention.base import AttentionBackend, ForwardMeta
 from engine.attention.kv_pool import KVPool
+from engine.groups import group_of_layers
 from engine.model import ops as torch_ops
 from engine.model.config import ModelConfig
 from engine.model.experts import Experts, Ops
@@ -204,6 +205,7 @@ class Decoder:
             for rope in config.layer_ropes or (config.rope,)
         }  # fmt: skip
         self.rope_tables = [tables[config.rope_of(i)] for i in range(config.num_layers)]  # of each layer
+        self._group_of = group_of_layers(config)
         scales = query_scales(config.rope, max_positions)
         self.query_scales = None if scales is None else scales.to(device, dtype)
 
@@ -215,6 +217,7 @@ class Decoder:
         Writes the keys and values of all T tokens to the pool. Call `attention.plan(meta)` first.
         """
         ops, eps, group = self._ops, self.config.rms_norm_eps, self._group
+        slots = [meta.slot_mapping, *(side.slot_mapping for side in meta.groups)]
         ropes = {id(table): ops.rope_rows(table, meta.positions) for table in self.rope_tables}
         residual = group.embed(token_ids, self.embedding)
         before = self.layers[0].input_norm
@@ -226,7 +229,8 @@ class Decoder:
             if layer.full_qk_norm is not None:
                 qkv = layer.normalise_qk(qkv, eps)
             rope = ropes[id(self.rope_tables[i])]
-            q = ops.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping, scales)
+            where = slots[self._group_of[i] if meta.groups else 0]
+            q = ops.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, where, scales)
             if self.query_scales is not None:
                 q = q * self.query_scales[meta.positions][:, None, None]
             x = attention.run(i, q, keys, values, scales)

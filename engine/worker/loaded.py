@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine.attention.base import ForwardMeta
-from engine.attention.choose import choose_attention
+from engine.attention.choose import choose_backend
 from engine.attention.kv_fp8 import FP8
 from engine.attention.kv_pool import KVPool
 from engine.config import EngineConfig
@@ -98,7 +98,7 @@ class LoadedModel:
                 self.notes += (note,)
             self._kv_scales = kv_scales(self.model) if self.kv_dtype == FP8 else None
             max_rows = limits.max_num_seqs
-            self.attention = choose_attention(
+            self.attention = choose_backend(
                 engine_config.attention_backend, self.shard, self.block_size, self.dtype, self.device, max_rows,
                 self.max_model_len, self.kv_dtype, self.model.sinks,
             )  # fmt: skip

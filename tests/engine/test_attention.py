@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from engine.attention.base import ForwardMeta
+from engine.attention.base import AttentionShape, ForwardMeta, PagedGroup
 from engine.attention.choose import choose_attention
+from engine.attention.grouped import GroupShape
+from engine.attention.kv_pool import KVPool
 from engine.attention.torch_backend import TorchAttention
 from engine.errors import EngineError
+from engine.groups import paged_groups
 from engine.model.config import ModelConfig
 
 CPU = torch.device("cpu")
@@ -33,7 +35,7 @@ class Case:
     values: list[torch.Tensor]
 
 
-def make_case(model: ModelConfig, lengths: list[tuple[int, int]], decodes: int, block_size: int, seed: int) -> Case:
+def make_case(model: AttentionShape, lengths: list[tuple[int, int]], decodes: int, block_size: int, seed: int) -> Case:
     """lengths: (tokens in this step, keys in all) of each sequence, the first `decodes` of them decoding."""
     generator = torch.Generator().manual_seed(seed)
     shape = (model.num_kv_heads, model.head_dim)
@@ -70,7 +72,7 @@ def make_case(model: ModelConfig, lengths: list[tuple[int, int]], decodes: int, 
     return Case(meta, q, caches[0], caches[1], keys, values)
 
 
-def expected(case: Case, window: int) -> torch.Tensor:
+def expected(case: Case, window: int, scale: float = 0.0) -> torch.Tensor:
     """Query i of a sequence attends exactly the keys 0 … seq_len − q_len + i, or the last `window` of those."""
     rows = []
     bounds = case.meta.cu_seqlens_q.tolist()
@@ -82,7 +84,7 @@ def expected(case: Case, window: int) -> torch.Tensor:
             heads = []
             for head in range(case.q.shape[1]):
                 own = head // (case.q.shape[1] // keys.shape[1])
-                scores = keys[first : last + 1, own] @ case.q[token, head] / math.sqrt(case.q.shape[2])
+                scores = keys[first : last + 1, own] @ case.q[token, head] * (scale or case.q.shape[2] ** -0.5)
                 heads.append(scores.softmax(0) @ values[first : last + 1, own])
             rows.append(torch.cat(heads))
     return torch.stack(rows)
@@ -157,3 +159,51 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
     with pytest.raises(EngineError, match=r"'fast'.*auto"):
         choose_attention("fast", config(4, 2, 8), 16, torch.float32, CPU, 8)
     assert choose_attention("auto", config(4, 2, 8), 16, torch.float32, CPU, 8).name == "torch"
+
+
+def behind_windows(case: Case, window: int, block_size: int) -> Case:
+    """Release the blocks behind each sequence's window: the table has 0 for them, and others write NaN to them."""
+    table, bounds = case.meta.block_table.clone(), case.meta.cu_seqlens_q.tolist()
+    for i, length in enumerate(case.meta.seq_lens.tolist()):
+        first_seen = max(0, length - (bounds[i + 1] - bounds[i]) + 1 - window)
+        gone = table[i, : first_seen // block_size].clone()
+        table[i, : len(gone)] = 0
+        case.k_cache[gone.long()], case.v_cache[gone.long()] = torch.nan, torch.nan
+    return replace(case, meta=replace(case.meta, block_table=table))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_cache_group_has_its_own_table_heads_and_pool_and_nothing_behind_a_window_is_read(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    decodes, block_size, small, large = number(0, 4), number(1, 9), number(1, 12), number(13, 40)
+    lengths = [(1, number(1, 90)) for _ in range(decodes)]
+    lengths += [(count := number(1, 30), count + number(0, 60)) for _ in range(number(int(not decodes), 3))]
+    model = replace(
+        config(4, 2, 8, (small, 0, large, 0)), attention_scale=0.4, layer_heads=((4, 6), (1, 10), (2, 4), (1, 10))
+    )
+    shapes = [GroupShape(model, group) for group in paged_groups(model)]
+    cases = [
+        behind_windows(make_case(shape, lengths, decodes, block_size, seed + i), shape.group.window or 1000, block_size)
+        for i, shape in enumerate(shapes)
+    ]
+    sides = tuple(PagedGroup(case.meta.slot_mapping, case.meta.block_table) for case in cases[1:])
+    attention = choose_attention("torch", model, block_size, torch.float64, CPU, 8)
+    attention.plan(replace(cases[0].meta, groups=sides))
+    for case, shape in zip(cases, shapes, strict=True):
+        for layer in shape.group.layers:
+            out = attention.run(layer, case.q, case.k_cache, case.v_cache)
+            torch.testing.assert_close(out, expected(case, shape.group.window, 0.4))
+
+
+def test_a_pool_has_the_blocks_and_heads_of_each_group_and_shares_those_of_a_source() -> None:
+    model = replace(
+        config(4, 2, 8, (9, 0, 9, 0)), layer_heads=((4, 6), (1, 10)) * 2, kv_source=(0, 1, 0, 1), attention_scale=1.0
+    )
+    pool = KVPool(model, 7, 16, torch.float32, CPU, side_blocks=(5,))
+    assert [tuple(keys.shape) for keys in pool.keys] == [(5, 16, 4, 6), (7, 16, 1, 10)] * 2
+    assert pool.keys[2] is pool.keys[0] and pool.values[3] is pool.values[1] and pool.values[1] is not pool.keys[1]
+    assert pool.nbytes == 2 * 4 * 16 * (5 * 4 * 6 + 7 * 10)
