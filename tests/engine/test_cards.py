@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 
 from engine.kernels import (  # noqa: E402
     batch_state,
+    delta,
     eight_bits,
     fp8_blocks,
     gemv,
@@ -122,6 +123,18 @@ def sampling() -> None:
     batch_state.prepare(ints(4096), ints(256, 9), longs(256), longs(n), ints(n), ints(n), n, 256, 100)
 
 
+def delta_rules() -> None:
+    """Of Qwen3.5's layers: 16 key heads and 32 value heads of 128."""
+    tokens, heads, dim, slots = 200, 32, 128, 9
+    x = half(tokens, 2 * heads * dim)
+    q, k, v = (part.unflatten(1, (-1, dim)) for part in x.split([16 * dim, 16 * dim, heads * dim], 1))
+    g = torch.empty(tokens, heads)
+    for segments in (tokens, 9):
+        states = SimpleNamespace(segments=ints(segments, 4), cu_segments=ints(segments + 1), host=None)
+        delta.causal_conv(x, half(x.shape[1], 4), half(slots, x.shape[1], 3), states)
+        delta.delta_rule(q, k, v, g, g, torch.empty(slots, heads, dim, dim), states)
+
+
 def matrices_of_eight_bits() -> None:
     attention(torch.float8_e4m3fn)
     for n, k in ((12288, 4096), (4096, 12288)):
@@ -136,7 +149,10 @@ def matrices_of_eight_bits() -> None:
             eight_bits.byte_linear(half(tokens, k), whole)
 
 
-@pytest.mark.parametrize("part", [attention, layers, mixture, sampling, matrices_of_eight_bits, experts_in_eight_bits])
+PARTS = [attention, layers, mixture, sampling, delta_rules, matrices_of_eight_bits, experts_in_eight_bits]
+
+
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", CARDS)
 def test_every_form_is_compiled_and_fits(name: str, part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = CARDS[name]
