@@ -22,16 +22,18 @@ WORDS = {
     "logit_softcap": "soft caps of logits",
     "several_ropes": "layers with different rotary positions",
     "query_scales": "queries scaled by their positions",
+    "head_shapes": "layers with different heads",
+    "shared_kv": "layers that share keys and values",
 }
 SUPPORTED: dict[str, frozenset[str]] = {
     "cpu_decode": frozenset({"softcap", "sinks", "windows"}),  # engine/worker/cpu/cpu_decode.py
     "compiled": frozenset({"windows", "several_ropes"}),  # engine/worker/cpu/compiled_decoder.py
-    "graphs": frozenset(WORDS) - {"query_scales"},  # engine/worker/graphs/cuda_graphs.py and fused_decode.py
+    "graphs": frozenset(WORDS) - {"query_scales", "head_shapes", "shared_kv"},  # engine/worker/graphs/cuda_graphs.py and fused_decode.py
     # The kernels for one token in engine/worker/graphs/fused_decode.py. They need no norms in float32 either.
     "one_token": frozenset({"experts", "softcap", "sinks", "windows", "logit_softcap", "several_ropes"}),
-    "ranks": frozenset(WORDS) - {"full_qk_norm"},  # engine/parallel/shards.py
+    "ranks": frozenset(WORDS) - {"full_qk_norm", "head_shapes", "shared_kv"},  # engine/parallel/shards.py
     # The bounds of engine/model/kv_scales.py assume an RMSNorm before the projections.
-    "fp8_cache": frozenset(WORDS) - {"layer_norm", "no_pre_norms", "full_qk_norm"},
+    "fp8_cache": frozenset(WORDS) - {"layer_norm", "no_pre_norms", "full_qk_norm", "head_shapes", "shared_kv"},
 }
 
 
@@ -56,6 +58,8 @@ def traits(config: ModelConfig) -> frozenset[str]:
         "logit_softcap": config.logit_softcap > 0,
         "several_ropes": len(set(config.layer_ropes)) > 1,
         "query_scales": config.rope.query_beta > 0,
+        "head_shapes": len(set(config.layer_heads)) > 1,
+        "shared_kv": any(config.source_of(layer) != layer for layer in range(config.num_layers)),
     }
     return frozenset(name for name, it_has in has.items() if it_has)
 

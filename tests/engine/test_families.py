@@ -223,7 +223,7 @@ def test_every_trait_that_a_path_may_lack_is_named() -> None:
     others = {field.name for field in fields(ModelConfig)} - everywhere
     assert others == {
         "full_qk_norm", "layer_norm", "pre_norms", "post_norms", "activation", "gated", "softcap", "sinks",
-        "logit_softcap", "layer_ropes", "windows",
+        "logit_softcap", "layer_ropes", "windows", "layer_heads", "kv_source",
     }  # fmt: skip
 
 
