@@ -9,70 +9,13 @@ from typing import Any
 
 from engine.info import EngineInfo
 from minitui.text import count, duration, exact, listed
-from minitui.viewmodel.compare.runs import Run, RunFigures
+from minitui.viewmodel.compare.figures import KEYS, QUANTITIES, Quantity, Value
+from minitui.viewmodel.compare.runs import Run
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.request_words import request_data
 
 CLEAR = 0.1  # durations that differ by a smaller share are called about the same
 PRICE = 0.25  # what got worse by a smaller share is not worth a sentence
-Value = float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Quantity:
-    """A figure of a run. `name`: its field in RunFigures; `words`: its name in a sentence.
-
-    `unit`: "ms", "/s" or "" (a count). `less`: True if less is better, False if more is better, None for neither.
-    """
-
-    name: str
-    title: str
-    words: str
-    unit: str = ""
-    less: bool | None = True
-    samples: str = ""  # of a percentile: the field with the number of values
-
-    def of(self, figures: RunFigures) -> Value:
-        value = getattr(figures, self.name)
-        return None if value is None else float(value)
-
-    def text(self, value: Value) -> str:
-        """Returns a value with its unit; a dash if it is not known."""
-        if value is None:
-            return "–"
-        if self.unit == "ms":
-            return duration(value)
-        if self.unit == "/s":
-            return f"{value:,.0f}/s"
-        return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
-
-
-QUANTITIES = (
-    Quantity("requests", "requests", "requests", less=None),
-    Quantity("time", "time", "time of the run", "ms"),
-    Quantity("steps", "steps", "number of steps"),
-    Quantity("replies", "reply tokens", "number of reply tokens", less=None),
-    Quantity("tok_s", "reply tokens a second", "speed", "/s", less=False),
-    Quantity("tokens_a_step", "reply tokens a step", "number of reply tokens a step", less=False),
-    Quantity("prompt_tokens", "prompt tokens", "number of prompt tokens", less=None),
-    Quantity("cached", "  from the cache", "number of prompt tokens from the cache", less=False),
-    Quantity("computed", "  computed", "number of prompt tokens computed"),
-    Quantity("twice", "tokens computed twice", "number of tokens computed twice"),
-    Quantity("first_p50", "first token p50", "median time to first token", "ms", samples="firsts"),
-    Quantity("first_p99", "first token p99", "time to first token (p99)", "ms", samples="firsts"),
-    Quantity("gap_p50", "token gap p50", "median gap between tokens", "ms", samples="gaps"),
-    Quantity("gap_p99", "token gap p99", "gap between tokens (p99)", "ms", samples="gaps"),
-    Quantity("gap_longest", "longest token gap", "longest gap between tokens", "ms"),
-    Quantity("delayed", "host waited for a core", "time for which the host waited for a core", "ms"),
-    Quantity("preemptions", "preemptions", "number of preemptions"),
-    Quantity("evicted", "blocks evicted", "number of evicted blocks"),
-    Quantity("drafted", "drafts checked", "number of drafts checked", less=None),
-    Quantity("accepted", "drafts accepted", "number of drafts accepted", less=None),
-)
-EACH = ("tok_s", "first_p50", "first_p99", "gap_p50", "gap_p99", "gap_longest")  # not totals: also for unlike runs
-OPTIONAL = ("twice", "delayed", "preemptions", "evicted", "drafted", "accepted")  # left out if both runs have none
-# The candidates for the sentence about two runs of which nothing else is known, and for "In return".
-TOLD = ("time", "steps", "tok_s", "computed", "first_p50", "first_p99", "gap_p99", "gap_longest", "preemptions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +44,12 @@ class Difference:
         if min(self.first, self.second) <= 0:
             return log(1 + abs(self.second - self.first))
         size = abs(log(self.second / self.first))
-        return 0.0 if self.quantity.unit and size < log(1 + CLEAR) else size
+        return 0.0 if self.quantity.timed and size < log(1 + CLEAR) else size
 
     @property
     def better(self) -> bool | None:
         """True if the second run is clearly better, False if it is clearly worse, None if that cannot be said."""
-        if self.quantity.less is None or not self.weight or not (self.alike or self.quantity.name in EACH):
+        if self.quantity.less is None or not self.weight or not (self.alike or self.quantity.each):
             return None
         assert self.first is not None and self.second is not None
         return (self.second < self.first) == self.quantity.less
@@ -160,7 +103,7 @@ class Comparison:
         first, second = (run.figures for run in self.runs)
         alike = not self.unlike
         every = [Difference(one, one.of(first), one.of(second), alike) for one in QUANTITIES]
-        return [one for one in every if one.quantity.name not in OPTIONAL or one.first or one.second]
+        return [one for one in every if not one.quantity.optional or one.first or one.second]
 
     @property
     def unlike(self) -> str:
@@ -197,11 +140,11 @@ class Comparison:
         """What differs most, in one or two sentences. Empty with one run."""
         if len(self.runs) < 2 or not all(run.figures.steps for run in self.runs):
             return ""
+        unlike = bool(self.unlike)
         by_name = {one.quantity.name: one for one in self.differences}
-        names = EACH if self.unlike else TOLD
-        told = [by_name[name] for name in names if name in by_name and by_name[name].weight]
+        told = [one for one in self.differences if one.weight and (one.quantity.each if unlike else one.quantity.told)]
         main = by_name.get(self.key)
-        if main is None or not main.weight or (self.unlike and self.key not in EACH):
+        if main is None or not main.weight or (unlike and not main.quantity.each):
             main = max(told, key=lambda one: one.weight, default=None)
         if all(one.first == one.second for one in self.differences):
             return "No figure of the two runs differs."
@@ -212,8 +155,8 @@ class Comparison:
         against = [one for one in told if {one.better, main.better} == {True, False}]
         time = by_name["time"]
         if self.disturbed:  # times may differ for other reasons than the setting
-            against = [one for one in against if not one.quantity.unit]
-        elif time is not main and time.weight and time not in against and not self.unlike:
+            against = [one for one in against if not one.quantity.timed]
+        elif time is not main and time.weight and time not in against and not unlike:
             words += f", and {_told(time)}"
         price = max(against, key=lambda one: one.weight, default=None)
         if price is not None and price.weight >= log(1 + PRICE):
@@ -246,18 +189,9 @@ SETTINGS = {  # a fact about an engine -> its name in words
     "chunked_prefill": "chunked prefill", "scheduling_policy": "scheduling policy", "speculation": "speculation",
     "attention": "attention", "overlap": "overlap", "tensor_parallel_size": "ranks",
 }  # fmt: skip
-KEYS = {  # a setting -> the quantity that it is meant to change (comparison.py)
+CHANGED = {  # a setting -> the quantity that it is meant to change (figures.py)
     "prefix_caching": "computed", "chunked_prefill": "gap_longest", "scheduling_policy": "steps",
     "speculation": "steps", "num_blocks": "preemptions",
-}  # fmt: skip
-JSON_KEYS = {  # a figure of a run (RunFigures) -> its key in JSON: what is counted, or the unit at the end
-    "requests": "requests", "finished": "finished_requests", "steps": "steps", "time": "time_ms",
-    "prompt_tokens": "prompt_tokens", "computed": "prompt_tokens_computed", "cached": "prompt_tokens_cached",
-    "twice": "tokens_computed_twice", "replies": "reply_tokens", "drafted": "draft_tokens",
-    "accepted": "draft_tokens_accepted", "delayed": "host_waited_for_core_ms", "preemptions": "preemptions",
-    "evicted": "blocks_evicted", "tok_s": "reply_tokens_per_second", "tokens_a_step": "reply_tokens_per_step",
-    "firsts": "first_tokens", "first_p50": "first_token_p50_ms", "first_p99": "first_token_p99_ms", "gaps": "gaps",
-    "gap_p50": "gap_p50_ms", "gap_p99": "gap_p99_ms", "gap_longest": "longest_gap_ms", "longest": "longest_gap",
 }  # fmt: skip
 TITLE, VALUE, CHANGE = 24, 22, 9  # cells of a column
 
@@ -274,7 +208,7 @@ def settings_that_differ(infos: Sequence[EngineInfo]) -> str:
 
 def key_of(infos: Sequence[EngineInfo]) -> str:
     """Returns the quantity that the setting in which two engines differ is meant to change; empty if several differ."""
-    keys = [KEYS[name] for name in _different(infos) if name in KEYS]
+    keys = [CHANGED[name] for name in _different(infos) if name in CHANGED]
     return keys[0] if len(keys) == 1 else ""
 
 
@@ -307,9 +241,9 @@ def told(comparison: Comparison, title: str, settings: str, notes: Sequence[str]
 
 
 def as_data(comparison: Comparison, title: str, infos: Sequence[EngineInfo], notes: Sequence[str]) -> dict[str, Any]:
-    """Returns the comparison as data with the keys of JSON_KEYS; null: not known."""
+    """Returns the comparison as data with the keys of RunFigures; null: not known."""
     changes = {
-        JSON_KEYS[one.quantity.name]: {
+        one.quantity.key: {
             "first": _number(one.first), "second": _number(one.second), "change_share": _number(one.share),
             "better": one.better,
         }
@@ -328,7 +262,7 @@ def _run(run: Run, info: EngineInfo) -> dict[str, Any]:
     return {
         "name": run.name,
         "settings": {name: known[name] for name in SETTINGS if name in known},
-        "figures": {JSON_KEYS[name]: _number(value) for name, value in asdict(run.figures).items()},
+        "figures": {KEYS[name]: _number(value) for name, value in asdict(run.figures).items()},
         "requests": [request_data(run.view, lane) for lane in run.lanes],
     }
 

@@ -7,12 +7,12 @@ the start. In the unit "steps", the clock counts steps, which is the same on eve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minitui.viewmodel.compare.figures import Longest, RunFigures
 from minitui.viewmodel.explain.cost_models import first_model
 from minitui.viewmodel.history.lane import DECODING, FINISHED, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.viewmodel.history.spans import REQUESTS, Span
@@ -26,48 +26,6 @@ if TYPE_CHECKING:
 
 DRAFTS, STALL = "drafts", "stall"  # parts of a decode phase: drafts were accepted; the longest gap between two tokens
 STALLED, FEW = 3.0, 4  # a gap is a stall from this multiple of the median, if there are at least FEW gaps
-
-
-@dataclass(frozen=True, slots=True)
-class Longest:
-    """The longest gap between two tokens: its ms, its request, and the number of the token after the gap."""
-
-    ms: float
-    request: int
-    token: int
-
-
-@dataclass(frozen=True, slots=True)
-class RunFigures:
-    """Totals of a run. Durations are in ms, without pauses and slow motion; None: not known."""
-
-    requests: int
-    finished: int
-    steps: int
-    time: float
-    prompt_tokens: int
-    computed: int  # prompt tokens of new requests that were computed
-    cached: int  # prompt tokens that new requests took from the cache
-    twice: int | None  # tokens computed again after a preemption
-    replies: int  # tokens of the replies
-    drafted: int
-    accepted: int
-    delayed: float | None  # time for which the host waited while another program had the core
-    preemptions: int
-    evicted: int | None  # blocks
-    tok_s: float | None  # tokens of the replies per second
-    tokens_a_step: float | None  # tokens of the replies per step
-    firsts: int  # requests whose time to first token is known
-    first_p50: float | None
-    first_p99: float | None
-    gaps: int
-    gap_p50: float | None
-    gap_p99: float | None
-    longest: Longest | None
-
-    @property
-    def gap_longest(self) -> float | None:
-        return None if self.longest is None else self.longest.ms
 
 
 class Clock:
@@ -284,7 +242,8 @@ class Run:
             preemptions=sum(lane.preemptions for lane in lanes),
             evicted=self._evicted(), tok_s=replies / time * 1e3 if time else None,
             tokens_a_step=replies / n if n else None, firsts=len(firsts), first_p50=first_p50, first_p99=first_p99,
-            gaps=len(gaps), gap_p50=gap_p50, gap_p99=gap_p99, longest=longest,
+            gaps=len(gaps), gap_p50=gap_p50, gap_p99=gap_p99,
+            gap_longest=None if longest is None else longest.ms, longest=longest,
         )  # fmt: skip
 
     def _gaps(self) -> tuple[np.ndarray, Longest | None]:
