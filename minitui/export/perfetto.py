@@ -60,9 +60,8 @@ class _Converter(Reader):
     def events(self) -> Iterator[Event]:
         self.origin = self.section_t * 1e3
         yield from self._names()
-        for index in range(len(self.reader.keyframes)):
-            part = self.reader.part(index)
-            if index and part.keyframe.seq != self.state.seq:  # the recording has a gap here
+        for part, missing in self.reader.parts():
+            if missing:
                 yield from self._section(set(part.state.requests))
                 self._begin_section(part, self.steps.cut_ms)
             for record in part.records:

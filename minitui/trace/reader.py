@@ -92,15 +92,24 @@ class TraceReader:
             self._parts[index] = part
         return part
 
+    def parts(self) -> Iterator[tuple[Part, int | None]]:
+        """Yields every part, with the number of records that are missing before it; None: it continues the part before.
+        Raises TraceError."""
+        end = self.keyframes[0].seq
+        for index, keyframe in enumerate(self.keyframes):
+            part = self.part(index)
+            yield part, keyframe.seq - end if keyframe.seq != end or not index else None
+            end = keyframe.seq + len(part.records)
+
     def records(self) -> Iterator[Record]:
         """Yields all records, oldest first."""
-        for index in range(len(self.keyframes)):
-            yield from self.part(index).records
+        for part, _ in self.parts():
+            yield from part.records
 
     def check(self) -> None:
         """Read every part. Raises TraceError if a part cannot be read."""
-        for index in range(len(self.keyframes)):
-            self.part(index)
+        for _ in self.parts():
+            pass
 
     def part_of_step(self, step: int) -> int:
         """Returns the index of the part in which this step was planned."""

@@ -11,6 +11,7 @@ An AnnotatedState is the state at one moment: `view.history.live` is the newest,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from engine.trace.records import Record
 from engine.trace.waste import WasteFigures, waste_of
 from minitui.viewmodel.board import Board
-from minitui.viewmodel.explain.cost_models import CostModels
+from minitui.viewmodel.explain.cost_models import CostModels, first_model
 from minitui.viewmodel.explain.timing import Timings, summarise
 from minitui.viewmodel.history.history import History
 from minitui.viewmodel.history.steps import StepRow, Steps
@@ -106,10 +107,13 @@ class View:
         self._still_moment: tuple[int, Past | None] | None = None  # `_still` at the last frame
         self._framed = self.history.live.state.step
 
-    def reset(self, snapshot: dict[str, Any]) -> None:
-        """Start again from a snapshot (`Engine.snapshot()`)."""
+    def reset(self, snapshot: dict[str, Any], recorded: Iterable[Record] | None = None) -> None:
+        """Start again from a snapshot (`Engine.snapshot()`). `recorded`: all records of the recording that begins here,
+        for the costs of its first steps."""
         self.history.reset(snapshot)
         self._begin()
+        if recorded is not None:
+            self.models.look_ahead(first_model(snapshot, recorded))
 
     def kept(self) -> View:
         """Returns a view of what was folded since the last snapshot. The next call must be `reset`: until then, the two

@@ -68,7 +68,7 @@ def test_a_column_is_the_same_time_in_both_runs(batching: View) -> None:
     assert static[0].split(" · ")[2] == "21 steps" and continuous[0].split(" · ")[2] == "17 steps"
 
     def ends(row: str) -> int:
-        return (row.index("■") - panel._label) // each
+        return (row.index("■") - panel.label) // each
 
     # The first two requests are the same; continuous batching gives the row of the first to the third at once.
     assert [ends(row) for row in static[2:]] == [3, 9, 13, 11, 21]
@@ -189,7 +189,7 @@ def test_a_column_of_several_steps_shows_each_prompt(batching: View) -> None:
     rows = of_run(drawn(panel, batching, 18, 24), "continuous")
     run, each = Run(batching), panel.scale.ms
     assert each > 1, "several steps are a column"
-    steps = next(row for row in rows if row.startswith("steps"))[panel._label :]
+    steps = next(row for row in rows if row.startswith("steps"))[panel.label :]
     spans = run.steps_between("steps", 0.0, 100.0)
     prompts = {int(span.begin // each) for span in spans if span.kind != "decode"}
     alone = {int(span.begin // each) for span in spans} - prompts
@@ -204,7 +204,7 @@ def test_each_prefill_leaves_a_mark_however_short_it_is(batching: View, width: i
     panel = RunsInSteps()
     rows = of_run(drawn(panel, batching, width, 24), "continuous")
     run, each = Run(batching), panel.scale.ms
-    lanes = {row.split()[0]: row[panel._label :] for row in rows if row.startswith("r")}
+    lanes = {row.split()[0]: row[panel.label :] for row in rows if row.startswith("r")}
     short = 0
     for lane in run.lanes:
         moments = {int(span.begin // each) for span in run.phases("steps", lane) if span.begin == span.end}
@@ -214,3 +214,16 @@ def test_each_prefill_leaves_a_mark_however_short_it_is(batching: View, width: i
                 assert glyphs().prefill in {lanes[f"r{lane.id}"][x] for x in inside}
                 short += span.end - span.begin < each / 2
     assert short or width > 14, "the narrowest picture has prefills of less than half a column"
+
+
+async def test_dragging_moves_the_picture_and_does_not_set_the_cursor(batching: View) -> None:
+    app = Alone(batching)
+    async with app.run_test(size=(110, 24)) as pilot:
+        panel = app.query_one(SideBySide)
+        panel.zoom_by(-1, None)
+        panel.zoom_by(-1, None)
+        left, each = panel.scale.left, panel.scale.ms
+        await pilot.mouse_down(panel, offset=(60, 5))
+        await pilot.hover(panel, offset=(50, 5))
+        await pilot.mouse_up(panel, offset=(50, 5))
+        assert panel.scale.left == pytest.approx(left + 10 * each) and panel.cursor is None

@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from math import floor, log10
 from typing import ClassVar
 
-from textual import events
 from textual.binding import Binding
 
 from minitui.text import count, duration, ms
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.base import Picture, paragraphs
 from minitui.tui.widgets.inspect.waterfall_texts import request_legend
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, legend, runs_width
 from minitui.tui.widgets.rows import cells as width_of
-from minitui.tui.widgets.tracks import STYLES, Scale, mark, number, ruler, track
+from minitui.tui.widgets.tracks import STYLES, AxisPanel, Scale, mark, number, ruler, track
 from minitui.viewmodel.compare.comparison import Comparison
 from minitui.viewmodel.compare.runs import DRAFTS, STALL
 from minitui.viewmodel.compare.runs import Run as OneRun
@@ -37,7 +36,7 @@ DOING = {"decode": "decode", "prefill": "prefill", "queued": "wait", "finished":
 NO_RUN = "no step yet"
 
 
-class SideBySide(LinePanel):
+class SideBySide(AxisPanel):
     """Left and right move the cursor, [ and ] change the scale, T changes the clock, up and down choose a request."""
 
     TITLE = "Two runs"
@@ -57,7 +56,7 @@ Pauses and slow motion do not count. A time without work is drawn as at most one
 
 The cursor is at the same moment of both runs. The lines at the bottom say what each run does at that moment, and how
 many tokens it has written by then. The second clock counts steps instead of milliseconds: steps are the same on every
-machine, times are not.""")
+machine, times are not. The mouse wheel changes the scale, and dragging moves the picture.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1)", "cursor left", show=False, id="runs.left"),
         Binding("right", "move(1)", "cursor right", show=False, id="runs.right"),
@@ -75,13 +74,10 @@ machine, times are not.""")
         super().__init__(id=id, frame=frame)
         self.comparison: Comparison | None = None
         self.unit = "ms"
-        self.cursor: float | None = None  # a place on the clock
         self.chosen: int | None = None  # the index of a request
         self.zoom = 1  # the whole width shows 1/zoom of the longer run
         self.left = 0.0
-        self.scale = Scale(0.0, 1.0, 1)
         self._drawn: tuple[object, Picture] | None = None  # what the last picture shows, and the picture
-        self._label = LABEL
         self._kinds: set[str] = set()  # the kinds of phases of the requests in sight
         self._rows: list[int | None] = []  # the index of the request in each row of the picture
 
@@ -99,13 +95,13 @@ machine, times are not.""")
         if not comparison.end("steps"):
             return Picture([Row(NO_RUN, "dim").done(width)])
         named = NAME if width >= NAMED else 0
-        self._label = min(LABEL + named, width // 3)
-        self._look(comparison, max(1, width - self._label))
+        self.label = min(LABEL + named, width // 3)
+        self._look(comparison, max(1, width - self.label))
         words, title = UNITS[self.unit]
-        cursor = None if self.cursor is None else self.scale.column(self.cursor)
+        cursor = self.cursor_column
         scale = ruler(self.scale, cursor, words, 0.0, 1.0 if self.unit == "steps" else 0.0)
         at = self.unit if self.cursor is None else _place(self.cursor, self.unit)
-        rows = [self._track(at, scale, width, "dim" if cursor is None else "bold accent")]
+        rows = [self.track_row(at, scale, width, "dim" if cursor is None else "bold accent")]
         self._rows, self._kinds = [None], set()
         feet = [self._at_cursor(run, width) for run in comparison.runs] if self.cursor is not None else []
         heads = 2 if height >= ROOMY else 1  # rows above the lanes of a run
@@ -176,9 +172,6 @@ machine, times are not.""")
         top = 0 if self.chosen is None else max(0, min(self.chosen - room // 2, lanes - room))
         return range(top, top + room)
 
-    def _track(self, name: str, track: list[Run], width: int, style: str = "dim") -> Runs:
-        return Row(fit(name, self._label), style).extend(track).done(width)
-
     def _head(self, run: OneRun, width: int) -> Runs:
         figures = run.figures
         row = Row(clean(run.name) or "this run", "bold accent")
@@ -198,7 +191,7 @@ machine, times are not.""")
         spans = run.steps_between(self.unit, self.scale.left, self.scale.right)
         if self.unit == "steps" and self.scale.ms > 1:  # several steps are a column: a prompt is shown in any case
             spans = [span if span.kind == "decode" else span._replace(end=span.begin) for span in spans]
-        return self._track("steps", track(spans, self.scale, cursor, _no_labels), width)
+        return self.track_row("steps", track(spans, self.scale, cursor, _no_labels), width)
 
     def _lane(self, run: OneRun, at: int, cursor: int | None, named: int, width: int) -> Runs:
         lit = at == self.chosen
@@ -206,11 +199,11 @@ machine, times are not.""")
         name = f"r{lane.id}"
         if named:
             group = run.view.texts.group_name(lane.group)
-            name = fit(name, self._label - named) + fit(clean(group), named - 1, glyphs().dots)
+            name = fit(name, self.label - named) + fit(clean(group), named - 1, glyphs().dots)
         phases = run.phases(self.unit, lane)
         self._kinds.update(span.kind for span in phases)
         cells = track(phases, self.scale, cursor, _no_labels, request=True)
-        return self._track(name, cells, width, "bold accent on select" if lit else "ink")
+        return self.track_row(name, cells, width, "bold accent on select" if lit else "ink")
 
     def _at_cursor(self, run: OneRun, width: int) -> Runs:
         """Returns what a run does at the cursor."""
@@ -250,16 +243,16 @@ machine, times are not.""")
         else:
             self._moved(self.cursor + columns * self.scale.ms)
 
-    def action_pan(self, by: int) -> None:
-        self.left += by * self.scale.columns * self.scale.ms / 2
+    def move_to(self, right: float) -> None:
+        self.left = right - self.scale.columns * self.scale.ms
         self.repaint()
 
     def action_zoom(self, by: int) -> None:
         """Show half or twice the time; the cursor keeps its column."""
-        self._zoom(by, self.cursor if self.cursor is not None else (self.scale.left + self.scale.right) / 2)
+        self.zoom_by(by, self.cursor)
 
-    def _zoom(self, by: int, around: float) -> None:
-        before = self.zoom
+    def zoom_by(self, by: int, around: float | None) -> None:
+        before, around = self.zoom, (self.scale.left + self.scale.right) / 2 if around is None else around
         self.zoom = min(MOST_ZOOM, before * 2) if by < 0 else max(1, before // 2)
         self.left = around - (around - self.scale.left) * before / self.zoom
         self.repaint()
@@ -283,21 +276,12 @@ machine, times are not.""")
         self.action_whole()
 
     def clicked(self, view: View, column: int, row: int) -> None:
-        if column >= self._label:
-            self._moved(self.scale.left + (column - self._label + 0.5) * self.scale.ms)
+        if self.ends_drag():
+            return
+        if column >= self.label:
+            self._moved(self.place_at(column))
         if row < len(self._rows) and self._rows[row] is not None:
             self.chosen = self._rows[row]
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        self._wheel(event, -1)
-
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        self._wheel(event, 1)
-
-    def _wheel(self, event: events.MouseEvent, by: int) -> None:
-        event.stop()
-        if self.painted:
-            self._zoom(by, self.scale.left + (event.x - 2 - self._label + 0.5) * self.scale.ms)
 
 
 def _shared_out(lanes: list[int], height: int, heads: int) -> list[int]:

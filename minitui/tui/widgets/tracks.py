@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from textual import events
+
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.rows import Row, Run
+from minitui.tui.widgets.base import LinePanel
+from minitui.tui.widgets.rows import Row, Run, Runs, fit
 from minitui.viewmodel.history.axis import Span
 from minitui.viewmodel.history.device_spans import PERHAPS
 from minitui.viewmodel.history.spans import LAUNCH_OR_WAIT, NOT_REPORTED
@@ -46,6 +49,80 @@ class Scale(NamedTuple):
     def column(self, place: float) -> int:
         """Returns the column of a place on the axis, which may be outside."""
         return int((place - self.left) // self.ms)
+
+
+class AxisPanel(LinePanel):
+    """Owns the scale and the cursor of tracks on an axis. The mouse drags the picture, and its wheel changes the scale.
+
+    A subclass implements `move_to` and `zoom_by`.
+    """
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.cursor: float | None = None  # a place on the axis
+        self.scale = Scale(0.0, 1.0, 1)
+        self.label = 0  # cells for the names of the tracks
+        self._drag: tuple[int, float] | None = None  # where the mouse button was pressed, and the right edge then
+        self._dragged = False
+
+    @property
+    def cursor_column(self) -> int | None:
+        """The column of the cursor, which may be out of sight; None without a cursor."""
+        return None if self.cursor is None else self.scale.column(self.cursor)
+
+    def place_at(self, column: int) -> float:
+        """Returns the place on the axis in the middle of a column of the body."""
+        return self.scale.left + (column - self.label + 0.5) * self.scale.ms
+
+    def track_row(self, name: str, cells: list[Run], width: int, style: str = "dim") -> Runs:
+        """Returns a track with its name."""
+        return Row(fit(name, self.label), style).extend(cells).done(width)
+
+    def move_to(self, right: float) -> None:
+        """Show the part of the axis that ends at `right`, as far as there is one."""
+        raise NotImplementedError
+
+    def zoom_by(self, by: int, around: float | None) -> None:
+        """Change the scale: finer if `by` is negative. The place `around` keeps its column."""
+        raise NotImplementedError
+
+    def action_pan(self, by: int) -> None:
+        """Move the picture by half of its width."""
+        self.move_to(self.scale.right + by * self.scale.columns * self.scale.ms / 2)
+
+    def ends_drag(self) -> bool:
+        """Returns True if a click is the end of a drag; asking a second time returns False."""
+        dragged, self._dragged = self._dragged, False
+        return dragged
+
+    def on_mouse_down(self, event: events.MouseDown) -> None:
+        if self.painted:
+            self._drag, self._dragged = (event.x, self.scale.right), False
+            self.capture_mouse()
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        if self._drag is not None and event.x != self._drag[0]:
+            self._dragged = True
+            self.move_to(self._drag[1] - (event.x - self._drag[0]) * self.scale.ms)
+
+    def on_mouse_up(self, event: events.MouseUp) -> None:
+        self._drag = None
+        self.release_mouse()
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        self._wheel(event, -1)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        self._wheel(event, 1)
+
+    def _wheel(self, event: events.MouseEvent, by: int) -> None:
+        event.stop()
+        if not self.painted:
+            return
+        if event.shift:
+            self.move_to(self.scale.right + by * self.scale.columns * self.scale.ms / 8)
+        else:
+            self.zoom_by(by, self.place_at(event.x - 2))
 
 
 def numbered(steps: Sequence[Span], scale: Scale) -> list[Span]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minitui.viewmodel.compare.figures import Longest, RunFigures
-from minitui.viewmodel.explain.cost_models import first_model
 from minitui.viewmodel.history.lane import DECODING, FINISHED, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.viewmodel.history.spans import REQUESTS, Span
 from minitui.viewmodel.history.steps import IDLE_SHOWN, KINDS
@@ -293,15 +292,10 @@ def recorded_view(reader: TraceReader, name: str = "") -> View:
     """
     view = View()
     view.texts.ids_to_text, view.texts.group_names = reader.decode, reader.names
-    last = -1  # the number of the last record
-    for index, keyframe in enumerate(reader.keyframes):
-        part = reader.part(index)
-        if keyframe.seq != last:
-            view.reset(part.snapshot)
-            if not index:
-                view.models.look_ahead(first_model(part.snapshot, reader.records()))
+    for part, missing in reader.parts():
+        if missing is not None:
+            view.reset(part.snapshot, None if missing else reader.records())
         view.fold(part.records)
-        last = keyframe.seq + len(part.records)
     view.history.caching = reader.info.prefix_caching is not False
     view.run_name = name
     return view

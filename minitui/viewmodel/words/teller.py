@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from engine.trace.kind import Record, kind_of, named, seq_of
 from minitui.text import count, duration, ms
 from minitui.viewmodel.explain.causes import listed
-from minitui.viewmodel.explain.cost_models import first_model
 from minitui.viewmodel.explain.timing import took_words
 from minitui.viewmodel.history.steps import Chunk, StepRow
 from minitui.viewmodel.view import View
@@ -179,19 +178,13 @@ class Teller:
             yield line
 
     def _whole(self, reader: TraceReader) -> Iterator[Line]:
-        last = -1  # the number of the last record
-        for index, keyframe in enumerate(reader.keyframes):
-            part = reader.part(index)
-            if keyframe.seq != last:
+        for part, missing in reader.parts():
+            if missing is not None:
                 yield from self.rest()
-                self.view.reset(part.snapshot)
-                if not index:
-                    self.view.models.look_ahead(first_model(part.snapshot, reader.records()))
-                else:
-                    missing = f"({keyframe.seq - last:,} records are missing here)"
-                    yield Line(part.state.t, keyframe.step, "gap", missing)
+                self.view.reset(part.snapshot, None if missing else reader.records())
+            if missing:
+                yield Line(part.state.t, part.keyframe.step, "gap", f"({missing:,} records are missing here)")
             yield from self.tell(part.records)
-            last = keyframe.seq + len(part.records)
         yield from self.rest()
         yield from self._end()
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from textual import events
 from textual.binding import Binding
 
 from minitui.text import duration
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
+from minitui.tui.widgets.base import Opened, Picture, paragraphs, selected
 from minitui.tui.widgets.inspect.timing_rows import limit_rows
 from minitui.tui.widgets.inspect.waterfall_texts import (
     at_cursor,
@@ -23,93 +22,14 @@ from minitui.tui.widgets.inspect.waterfall_texts import (
     request_labels,
     request_legend,
 )
-from minitui.tui.widgets.rows import Row, Run, Runs, fit
-from minitui.tui.widgets.tracks import SCALES, UNKNOWN, Scale, number, numbered, ruler, track
+from minitui.tui.widgets.rows import Row, Runs, fit
+from minitui.tui.widgets.tracks import SCALES, UNKNOWN, AxisPanel, Scale, number, numbered, ruler, track
 from minitui.viewmodel.history.device_spans import PERHAPS
 from minitui.viewmodel.history.lane import Lane
 from minitui.viewmodel.history.spans import Span, Timeline
 from minitui.viewmodel.view import View
 
 MOST_STEPS = 200  # the most steps in sight
-
-
-class AxisPanel(LinePanel):
-    """Owns the part of the axis that is in sight, and the cursor. `[` and `]` change the scale, page up and page down
-    move the picture; the mouse drags it, and its wheel changes the scale."""
-
-    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
-        super().__init__(id=id, frame=frame)
-        self.right: float | None = None  # the right edge on the axis; None: follows the newest step
-        self.cursor: float | None = None  # a place on the axis
-        self.chosen_ms: float | None = None  # the scale chosen by the user, in ms per column
-        self.scale = Scale(0.0, 1.0, 1)
-        self.steps_in_sight = (0, -1)  # the first and the last
-        self.label = 0  # cells for the names of the tracks
-        self._drag: tuple[int, float] | None = None  # where the mouse button was pressed, and the right edge then
-        self._dragged = False
-
-    @property
-    def cursor_column(self) -> int | None:
-        """The column of the cursor, which may be out of sight; None without a cursor."""
-        return None if self.cursor is None else self.scale.column(self.cursor)
-
-    def ends_drag(self) -> bool:
-        """Returns True if a click is the end of a drag; asking a second time returns False."""
-        dragged, self._dragged = self._dragged, False
-        return dragged
-
-    def on_mouse_down(self, event: events.MouseDown) -> None:
-        if self.painted:
-            self._drag, self._dragged = (event.x, self.scale.right), False
-            self.capture_mouse()
-
-    def on_mouse_move(self, event: events.MouseMove) -> None:
-        if self._drag is not None and event.x != self._drag[0]:
-            self._dragged = True
-            self._move_to(self._drag[1] - (event.x - self._drag[0]) * self.scale.ms)
-
-    def on_mouse_up(self, event: events.MouseUp) -> None:
-        self._drag = None
-        self.release_mouse()
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        self._wheel(event, -1)
-
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        self._wheel(event, 1)
-
-    def _wheel(self, event: events.MouseEvent, by: int) -> None:
-        event.stop()
-        if not self.painted:
-            return
-        if event.shift:
-            self._move_to(self.scale.right + by * self.scale.columns * self.scale.ms / 8)
-        else:
-            self._zoom(by, self.scale.left + (event.x - 2 - self.label + 0.5) * self.scale.ms)
-
-    def _move_to(self, right: float) -> None:
-        """Show the time before `right`; stop following the newest step."""
-        line = Timeline(self.view.history.steps, self.view.moment.horizon)
-        half = self.scale.columns * self.scale.ms / 2
-        self.right = max(line.begin + half, min(right, line.end + half))
-        self.repaint()
-
-    def _zoom(self, by: int, around: float | None) -> None:
-        """Change the scale; the place `around` keeps its column. None: the right edge stays."""
-        at = min(range(len(SCALES)), key=lambda i: abs(SCALES[i] - self.scale.ms))
-        if by > 0 and self.steps_in_sight[1] - self.steps_in_sight[0] + 1 >= MOST_STEPS:
-            return
-        self.chosen_ms = SCALES[max(0, min(len(SCALES) - 1, at + by))]
-        if around is not None and self.right is not None:
-            self.right = around + (self.scale.right - around) * self.chosen_ms / self.scale.ms
-        self.repaint()
-
-    def action_pan(self, by: int) -> None:
-        self._move_to(self.scale.right + by * self.scale.columns * self.scale.ms / 2)
-
-    def action_zoom(self, by: int) -> None:
-        visible = self.cursor is not None and self.scale.left <= self.cursor < self.scale.right
-        self._zoom(by, self.cursor if visible else None)
 
 
 LABEL = 11  # cells
@@ -177,6 +97,9 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
 
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id, frame=frame)
+        self.right: float | None = None  # the right edge on the axis; None: follows the newest step
+        self.chosen_ms: float | None = None  # the scale chosen by the user, in ms per column
+        self.steps_in_sight = (0, -1)  # the first and the last
         self.host: list[Span] = []  # the spans in sight
         self.lanes: list[Lane] = []  # the requests on the screen
         self._alive: list[Lane] = []  # all requests of the steps in sight
@@ -202,11 +125,11 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         device = line.device(first, last)
         known = {span.step for span in device}
         device += [step._replace(kind=UNKNOWN) for step in steps if step.step not in known]
-        rows = [self._track(f"{line.clock(scale.left) - view.history.origin:.3f} s", ruler(scale, cursor), width)]
+        rows = [self.track_row(f"{line.clock(scale.left) - view.history.origin:.3f} s", ruler(scale, cursor), width)]
         pauses = line.pauses(first, last)
         named_spans = (("steps", numbered(steps, scale)), ("host", self.host), ("device", device), ("pauses", pauses))
         for name, spans in named_spans if pauses or height >= LOW else named_spans[:-1]:
-            rows.append(self._track(name, track(spans, scale, cursor, labels), width))
+            rows.append(self.track_row(name, track(spans, scale, cursor, labels), width))
         if self.cursor is not None:
             rows.append(at_cursor(self.cursor, scale.left, self.host, device, width))
         late = view.moment.since_result_ms
@@ -252,9 +175,6 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
             self._auto_ms = next((scale for scale in SCALES if scale >= wanted), SCALES[-1])
         return self._auto_ms
 
-    def _track(self, name: str, cells: list[Run], width: int, style: str = "dim") -> Runs:
-        return Row(fit(name, self.label), style).extend(cells).done(width)
-
     # ---- requests
 
     def _requests(self, view: View, line: Timeline, named: int, room: int, width: int) -> list[Runs]:
@@ -280,7 +200,7 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
                 name = fit(name, self.label - named) + fit(view.texts.group_name(lane.group), named - 1)
             spans = line.request(lane, first, last)
             cells = track(spans, self.scale, self.cursor_column, request_labels, request=True)
-            rows.append(self._track(name, cells, width, "bold accent" if lit else "ink"))
+            rows.append(self.track_row(name, cells, width, "bold accent" if lit else "ink"))
         if counted:
             others = len(alive) - len(self.lanes)
             rows.append(Row(f"+ {others} more requests: up and down show them", "dim").done(width))
@@ -288,11 +208,32 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
 
     # ---- keys and mouse
 
+    def move_to(self, right: float) -> None:
+        """Show the time before `right`; stop following the newest step."""
+        line = Timeline(self.view.history.steps, self.view.moment.horizon)
+        half = self.scale.columns * self.scale.ms / 2
+        self.right = max(line.begin + half, min(right, line.end + half))
+        self.repaint()
+
+    def zoom_by(self, by: int, around: float | None) -> None:
+        """Change the scale; the place `around` keeps its column. None: the right edge stays."""
+        at = min(range(len(SCALES)), key=lambda i: abs(SCALES[i] - self.scale.ms))
+        if by > 0 and self.steps_in_sight[1] - self.steps_in_sight[0] + 1 >= MOST_STEPS:
+            return
+        self.chosen_ms = SCALES[max(0, min(len(SCALES) - 1, at + by))]
+        if around is not None and self.right is not None:
+            self.right = around + (self.scale.right - around) * self.chosen_ms / self.scale.ms
+        self.repaint()
+
+    def action_zoom(self, by: int) -> None:
+        visible = self.cursor is not None and self.scale.left <= self.cursor < self.scale.right
+        self.zoom_by(by, self.cursor if visible else None)
+
     def clicked(self, view: View, column: int, row: int) -> None:
         if self.ends_drag():
             return
         if column >= self.label:
-            self._set_cursor(self.scale.left + (column - self.label + 0.5) * self.scale.ms)
+            self._set_cursor(self.place_at(column))
         if 0 <= (index := row - self._lanes_row) < len(self.lanes):
             view.select("request", self.lanes[index].id)
 

@@ -33,7 +33,7 @@ class Runs(SideBySide):
         self._halves = fits and above > height and comparison.end("steps") > 0
         if not self._halves:
             return super()._draw(comparison, width, height)
-        self._label = LABEL
+        self.label = LABEL
         self._look(comparison, half - LABEL)
         self._kinds = set()
         first, second = (self._half(run, half) for run in runs)
@@ -51,7 +51,7 @@ class Runs(SideBySide):
         words, _ = UNITS[self.unit]
         scale = ruler(self.scale, None, words, 0.0, 1.0 if self.unit == "steps" else 0.0)
         return [
-            self._head(run, half), self._track(self.unit, scale, half), self._steps(run, None, half),
+            self._head(run, half), self.track_row(self.unit, scale, half), self._steps(run, None, half),
             *(self._lane(run, at, None, 0, half) for at in range(len(run.lanes))),
         ]  # fmt: skip
 
