@@ -17,8 +17,10 @@ from engine.core.allocator import BlockAllocator
 from engine.core.node import Match, Node, block_key
 from engine.core.radix import RadixTree
 from engine.core.request import Request
+from engine.core.side_groups import States, Window, make_sides
 from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.records import CLEARED, RecordLog
+from engine.trace.side_pool import OWN, SideGroup
 from engine.trace.views import Waste
 
 NO_CHANGES = (np.empty(0, np.int32),) * 3
@@ -29,14 +31,19 @@ class KVCache:
 
     def __init__(
         self, num_blocks: int, block_size: int, log: RecordLog, prefix_caching: bool = True,
-        eviction_policy: str = "lru",
+        eviction_policy: str = "lru", groups: Iterable[SideGroup] = (), checkpoint_interval: int = 1024,
     ) -> None:  # fmt: skip
+        """`groups`: the side groups. `checkpoint_interval`: tokens between two checkpoints of a long prompt."""
         self.block_size = block_size
         self.log = log
         self.prefix_caching = prefix_caching
         self.allocator = BlockAllocator(num_blocks)
         self.eviction_policy = eviction_policy
         self.tree = RadixTree(block_size, self.allocator, log, EVICTION_POLICIES[eviction_policy])
+        self.sides = make_sides(groups, block_size, log, checkpoint_interval)
+        self.tree.side_pools = [side.pool for side in self.sides]
+        self.states = next((side for side in self.sides if isinstance(side, States)), None)
+        self.windows = [side for side in self.sides if isinstance(side, Window)]
         self.waste = Waste()
         self._copies = Copies()
         # (row, column) -> block: changes that are not yet sent to the device's copy of the block tables.
@@ -54,7 +61,8 @@ class KVCache:
     # ---- reading from the tree
 
     def look_up(self, request: Request) -> Match | None:
-        """Match the request's next tokens with the tree. Returns None if the request may not read the tree now.
+        """Match the request's next tokens with the tree: the longest prefix that every group can serve. Returns None if
+        the request may not read the tree now.
 
         The last token is never matched, because its logits are needed. A request with full blocks that are not yet
         published may not read the tree until `publish_committed` has published them.
@@ -63,7 +71,25 @@ class KVCache:
             return None
         limit = (len(request.ids) - 1) // self.block_size
         node, depth = request.node or self.tree.root, request.shared_blocks
-        return self.tree.match(request.ids, limit, node, depth, request.cache_salt)
+        match = self.tree.match(request.ids, limit, node, depth, request.cache_salt)
+        return self._cut(request, match, node, depth) if self.sides and match.blocks else match
+
+    def _cut(self, request: Request, match: Match, node: Node, depth: int) -> Match:
+        """Returns the part of a match that every side group can serve."""
+        blocks, cut_by = request.table[:depth] + match.blocks, None
+        most = len(blocks)
+        while most > depth:
+            served = {side: max(depth, side.serves(blocks, most)) for side in self.sides}
+            shortest = min(served, key=served.__getitem__)
+            if served[shortest] == most:
+                break
+            most, cut_by = served[shortest], shortest.group
+        if cut_by is None:
+            return match
+        cut = self.tree.match(request.ids, most, node, depth, request.cache_salt)
+        request.branch = len(blocks) * self.block_size
+        cut.stop, cut.at, cut.cut_by = cut_by.kind, request.branch, cut_by.name
+        return cut
 
     def may_read(self, request: Request) -> bool:
         """Returns False if the request still needs the logits of its whole prompt, or if prefix caching is off."""
@@ -80,6 +106,8 @@ class KVCache:
         private = request.table[request.shared_blocks :]
         self._hold(request, self.tree.claim(match), match.blocks, dropped=private)
         before, request.planned = request.planned, request.shared_blocks * self.block_size
+        for side in self.sides:
+            side.resume(request, request.shared_blocks)
         return request.planned - before
 
     def _hold(self, request: Request, node: Node, blocks: list[int], dropped: list[int]) -> None:
@@ -98,11 +126,27 @@ class KVCache:
 
     # ---- growing
 
-    def grow(self, request: Request, tokens: int) -> bool:
-        """Extend the table to `tokens` tokens, with evictions if necessary.
+    def grow(self, request: Request, tokens: int, first: int = 0) -> bool:
+        """Give the request the blocks of its tokens up to `tokens`, with evictions if necessary.
 
-        Returns False, and changes nothing, if the pool does not have enough blocks.
+        `first`: the first of these tokens that the next step computes.
+
+        Returns False if a pool does not have enough blocks. Then the request has at most lost what it needs no more.
         """
+        if not all(side.make_room(request, first, tokens) for side in self.sides):
+            return False
+        if not self._grow_table(request, tokens):
+            return False
+        for side in self.sides:
+            side.grow(request, first, tokens)
+        return True
+
+    def room(self, request: Request) -> int:
+        """Returns up to which token the request can grow."""
+        room = (len(request.table) + self.available) * self.block_size
+        return min([room, *(side.room(request) for side in self.sides)])
+
+    def _grow_table(self, request: Request, tokens: int) -> bool:
         start = len(request.table)
         needed = self.blocks_for(tokens) - start
         if needed <= 0:
@@ -121,6 +165,8 @@ class KVCache:
     def resend_table(self, request: Request) -> None:
         """Send the request's whole table to the device with the next plan."""
         self._changed(request, 0, len(request.table))
+        for window in self.windows:
+            window.resend(request)
 
     def _changed(self, request: Request, start: int, end: int) -> None:
         row, table, changes = request.row, request.table, self._table_changes
@@ -129,13 +175,11 @@ class KVCache:
 
     def take_table_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the rows, columns and blocks (int32) of the changes since the last call."""
-        changes = self._table_changes
-        if not changes:
-            return NO_CHANGES
-        rows, columns = np.array(list(changes), np.int32).T
-        blocks = np.array(list(changes.values()), np.int32)
-        changes.clear()
-        return rows.copy(), columns.copy(), blocks
+        return _arrays(self._table_changes)
+
+    def take_window_changes(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Like `take_table_changes`, for the block table of each group of windows."""
+        return [_arrays(window.changes) for window in self.windows]
 
     # ---- publishing to the tree
 
@@ -152,6 +196,8 @@ class KVCache:
         keys = self._keys(request, start, end)
         if keys[0] not in (request.node or self.tree.root).children:
             evicted = self._append(request, keys, step)
+            for window in self.windows:
+                window.keep_published(request)
             if evicted:
                 self._count_again(request, [start + i for i in evicted])
 
@@ -185,10 +231,12 @@ class KVCache:
             keys = self._keys(request, start, end)
             if keys[0] not in node.children:
                 self._append(request, keys, -1)
-                return
+                break
             match = self.tree.match(request.ids, end, node, start, request.cache_salt)
             copies = request.table[start : start + len(match.blocks)]
             self._hold(request, self.tree.claim(match), match.blocks, dropped=copies)
+        for side in self.sides:
+            side.keep_published(request)
 
     def _append(self, request: Request, keys: list[tuple[int, ...]], step: int) -> list[int]:
         """Move the request's next private blocks to the tree. Return the indices of those that were evicted before."""
@@ -214,6 +262,9 @@ class KVCache:
         # Release the last block first: the free list is a stack, so a later request gets the blocks in their old order.
         self.allocator.release(reversed(request.table))
         self._copies.release(request)
+        for side in self.sides:
+            side.release(request)
+        request.state_at = OWN
         request.table = []
         request.node = None
         request.shared_blocks = request.planned = 0
@@ -227,6 +278,8 @@ class KVCache:
     def clear(self) -> int:
         """Evict every block that no request holds; return how many. Later cache misses do not name these evictions."""
         freed = self.tree.evict(self.allocator.num_cached, CLEARED)
+        for side in self.sides:
+            side.clear(CLEARED)
         self.tree.evicted.clear()
         return freed
 
@@ -256,6 +309,21 @@ class KVCache:
                 assert node.users == found, f"node {node.id}: {node.users} users counted, {found} found"
         self.allocator.check()
         self.tree.check()
+        for side in self.sides:
+            held = [page for request in requests for page in side.held(request).values()]
+            faults = [*side.pool.check(held)]
+            assert not faults, faults
+            assert all(map(self.allocator.in_tree, side.pool.kept)), f"{side.group.name} is kept for other blocks"
+
+
+def _arrays(changes: dict[tuple[int, int], int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the rows, columns and blocks (int32) of changes to a block table, and forgets them."""
+    if not changes:
+        return NO_CHANGES
+    rows, columns = np.array(list(changes), np.int32).T
+    blocks = np.array(list(changes.values()), np.int32)
+    changes.clear()
+    return rows.copy(), columns.copy(), blocks
 
 
 class Copies:

@@ -40,6 +40,8 @@ class Committer:
             if i in checked:
                 *accepted, drawn = checked[i]
                 emitted += self._append_accepted(request, accepted, result, i)
+                if self.cache.states is not None and request.state is running:
+                    request.state_at = request.draft_places[len(accepted)]
                 end = len(request.ids)
                 if drawn < 0:
                     bad.add(i)

@@ -36,6 +36,7 @@ from engine.errors import DeviceLost, InvalidRequest, loses_device
 from engine.params import SamplingParams
 from engine.trace.records import RecordLog
 from engine.trace.runs import runs_of
+from engine.trace.side_pool import SideGroup
 
 logger = logging.getLogger("engine")
 
@@ -52,6 +53,7 @@ class StepRunner(Protocol):
     num_blocks: int
     block_size: int
     vocab_size: int
+    groups: tuple[SideGroup, ...]  # empty for most models
 
     @property
     def synchronous(self) -> bool:
@@ -79,7 +81,10 @@ class Engine:
     ) -> None:  # fmt: skip
         self.runner = runner
         self.log = log or RecordLog()
-        self.cache = KVCache(runner.num_blocks, runner.block_size, self.log, prefix_caching, eviction_policy)
+        self.cache = KVCache(
+            runner.num_blocks, runner.block_size, self.log, prefix_caching, eviction_policy, runner.groups,
+            config.checkpoint_interval,
+        )  # fmt: skip
         self.scheduler = Scheduler(config, self.cache, self.log)
         self.committer = Committer(self.scheduler)
         self.gate = Gate(self.log)
@@ -239,7 +244,7 @@ class Engine:
                     "shared_blocks": r.shared_blocks, "computed": r.planned, "decoding": scheduler.is_decoding(r.id),
                     "cached_tokens": r.cached_tokens, "match": list(r.match), "preemptions": r.preemptions,
                     "submitted": r.submitted_at, "admitted": r.admitted_at, "lost": r.lost,
-                    "contents": list(r.contents),
+                    "contents": list(r.contents), "side": [list(map(list, pages.items())) for pages in r.side],
                 }
                 for r in scheduler.requests.values()
             },
@@ -252,5 +257,6 @@ class Engine:
             },
             "pending": tree.pending.by_block(),
             "free": runs_of(self.cache.allocator.free_blocks),
+            **({"groups": [side.pool.snapshot() for side in self.cache.sides]} if self.cache.sides else {}),
             "waste": asdict(self.cache.waste),
         }  # fmt: skip

@@ -103,5 +103,8 @@ class Match:
     part: Node | None  # the child of `node` that matched only in its first `part_blocks` blocks; None: no such child
     part_blocks: int
     blocks: list[int]  # all blocks that matched, in order
-    stop: str  # why the match ended: whole | differs | ends | short | empty | evicted (see engine/trace/records.py)
-    at: int  # index of the first token that did not match; for "evicted", the step of the eviction
+    # Why the match ended: whole | differs | ends | short | empty | evicted | window | state (engine/trace/kinds.py).
+    stop: str
+    at: int  # index of the first token that did not match; for "evicted", the step of the eviction; for a side
+    # group, the number of tokens that full attention has
+    cut_by: str = ""  # the name of the side group that ended it

@@ -103,7 +103,24 @@ class PlanWriter:
             joins=[RowSettings.of(request) for request in joins],
             prompt_targets=targets,
         )
+        if self._cache.sides:
+            self._write_sides(plan, entries, drafts)
         return Scheduled(plan, requests, batch.epochs, batch.grammars)
+
+    def _write_sides(self, plan: StepPlan, entries: list[Entry], drafts: dict[int, list[int]]) -> None:
+        """Write what the side groups need: changes of their tables, and the segments of the recurrent states."""
+        plan.window_tables = self._cache.take_window_changes()
+        states, caching = self._cache.states, self._cache.prefix_caching
+        if states is None:
+            return
+        rows: list[tuple[int, int, int, int]] = []
+        bounds, at = [0], 0
+        for request, start, n in entries:
+            for tokens, source, target in states.segments(request, start, n, request.id in drafts, caching):
+                rows.append((at, at + tokens, source, target))
+                at += tokens
+            bounds.append(len(rows))
+        plan.segments, plan.cu_segments = np.array(rows, np.int32), np.array(bounds, np.int32)
 
     def _changes(self, decodes: tuple[Request, ...]) -> tuple[list[int], list[int]]:
         """Returns the ids of the requests that join the decoding set in this step, and of those that leave it but still

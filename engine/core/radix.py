@@ -24,6 +24,7 @@ from engine.core.allocator import BlockAllocator
 from engine.core.node import Key, Match, Node, block_key, common_tokens
 from engine.trace.eviction import EVICTION_POLICIES, EvictionPolicy
 from engine.trace.records import RecordLog
+from engine.trace.side_pool import SidePool
 
 MOST = 32_768  # blocks; older evictions are forgotten
 MAX_COMPARED = 64  # a missing block is compared with at most this many siblings, to find the first token that differs
@@ -48,6 +49,7 @@ class RadixTree:
         self.pending = PendingBlocks()
         self._next: list[tuple[int, int]] = []  # heap of (age, node id); stale entries are skipped
         self.evicted = EvictedPrefixes()
+        self.side_pools: list[SidePool] = []  # which keep pages and checkpoints for blocks of the tree
 
     # ---- looking up
 
@@ -234,6 +236,8 @@ class RadixTree:
         del node.keys[keep:], node.blocks[keep:], node.hashes[keep:]
         self.pending.discard(dropped)
         self.allocator.tree_drop(dropped)
+        for pool in self.side_pools:
+            pool.forget(dropped)
         if not keep:
             del parent.children[first]
             del self.nodes[node.id]

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from engine.core.ngrams import Lookup
     from engine.core.node import Node
 from engine.params import SamplingParams
+from engine.trace.side_pool import OWN
 
 
 class RequestState(Enum):
@@ -85,6 +86,11 @@ class Request:
     match: tuple[str, int, str] = ("", 0, "")  # `stop`, `at` and `detail` of the record "match", before any preemption
     preemptions: int = 0
     lost: int = 0  # the most tokens with KV that it had at a preemption: up to here, its tokens are computed again
+    # With side groups (engine/core/side_groups.py): for each group, its pages or slots by their places.
+    side: list[dict[int, int]] = field(default_factory=list)
+    state_at: int = OWN  # the place of its newest recurrent state
+    draft_places: list[int] = field(default_factory=list)  # of the states after the last token and after each draft
+    branch: int = 0  # tokens that full attention had, if another group cut the last match; 0: none did
     prefixes: list[int] = field(default_factory=list)  # without a prefix cache: hash of the text up to each full block
     contents: list[int] = field(default_factory=list)  # and the number of this text (Copies in engine/core/cache.py)
     overtaken: int = 0  # younger requests admitted while this one waited (policy longest-prefix)

@@ -44,6 +44,7 @@ class SchedulerConfig:
     chunked_prefill: bool = True  # False: a prompt is prefilled in one step, even above the budget
     policy: str = "fcfs"  # longest-prefix, priority: sort the queue (policy.py); static: one batch after another
     max_waiting: int | None = None  # requests; None: no limit
+    checkpoint_interval: int = 1024  # between two checkpoints of recurrent states in a long prompt
     speculative_tokens: int = 0  # the longest draft of a request in one step; 0: no speculation
 
 
@@ -109,6 +110,7 @@ class Scheduler:
                 "queue",
             )
         self.requests[request.id] = request
+        request.side = [{} for _ in self.cache.sides]
         self.waiting.append(request)
         self.log.append("submit", request.id, request.group, request.prompt_len, request.max_total)
         request.submitted_at, request.submitted_work = self.log.t, self.log.worked()
@@ -166,6 +168,11 @@ class Scheduler:
         if not preempted:
             budget = self._admit(entries, budget)
             drafts = self._plan_drafts(entries, num_decoding, budget)
+        if not entries and self.cache.sides and len(self.running) > 1 and not any(r.decoding for r in self.running):
+            # With small side pools, prompts can hold all pages that any of them needs to go on.
+            self._preempt(self.running[-1], "every running request needs pages of a side group, and none is available")
+            self.step -= 1
+            return self.plan()
         if not entries:
             self.step -= 1
             return None
@@ -186,7 +193,7 @@ class Scheduler:
             if len(entries) >= budget:
                 break
             if start >= len(request.table) * size:
-                while not self.cache.grow(request, start + 1):
+                while not self.cache.grow(request, start + 1, start):
                     preempted = True
                     # The youngest request is the last in this loop, so it has no entry yet.
                     victim = self.running[-1]
@@ -210,8 +217,10 @@ class Scheduler:
         self.lookup.begin_step()
         for i, (request, start, _) in enumerate(entries[:num_decoding]):
             draft = self.lookup.draft(request, start, budget)
-            if draft and not self.cache.grow(request, start + 1 + len(draft)):
+            if draft and not self.cache.grow(request, start + 1 + len(draft), start):
                 draft = draft[: len(request.table) * size - start - 1]
+            if draft and self.cache.states is not None:
+                draft = draft[: self.cache.states.slots_for_drafts(request, len(draft))]
             if draft:
                 drafts[request.id] = draft
                 request.drafted = len(draft)
@@ -237,9 +246,8 @@ class Scheduler:
         self._take(request, match)
         left = len(request.ids) - request.planned
         n = min(left, budget) if self.config.chunked_prefill else left
-        while n > 0 and not self.cache.grow(request, request.planned + n):
-            slots = (len(request.table) + self.cache.available) * self.cache.block_size
-            n = min(n - 1, slots - request.planned)
+        while n > 0 and not self.cache.grow(request, request.planned + n, request.planned):
+            n = min(n - 1, self.cache.room(request) - request.planned)
         if n <= 0:
             return 0  # decoding requests hold all blocks; they will finish or be preempted
         entries.append((request, request.planned, n))
@@ -258,6 +266,7 @@ class Scheduler:
             request.cached_tokens += min(request.planned, request.prompt_len) - min(before, request.prompt_len)
         if gained or before == 0:
             detail = f"{request.planned:,} of {len(request.ids):,} tokens"
+            detail += match.cut_by and f", cut by {match.cut_by}"
             if request.preemptions == 0:
                 request.match = (match.stop, match.at, detail)
             self.log.append("match", request.id, gained, match.stop, match.at, detail)
@@ -312,6 +321,9 @@ class Scheduler:
             needed += self._watermark
         if needed > self.cache.available:
             return match, f"blocks: needs {needed}, {self.cache.available} available"
+        for side in self.cache.sides:
+            if (needed := side.needs(len(request.ids))) > side.pool.available:
+                return match, f"{side.group.name}: needs {needed}, {side.pool.available} available"
         return match, ""
 
     def preempt_all(self, reason: str) -> None:

@@ -67,6 +67,11 @@ class StepPlan:
     joins: list[RowSettings]  # the settings of the requests that take a row in this step
     prompt_targets: dict[int, PromptTargets]  # by entry, for the chunks of requests that want prompt logprobs
     num_drafted: int = 0
+    # For a model with side groups: the changes of each window group's block table, as (rows, columns, blocks), and the
+    # segments of the recurrent states (StateMeta in engine/attention/base.py).
+    window_tables: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
+    segments: np.ndarray | None = None  # int32 [m, 4]  first token, end token, source slot, target slot
+    cu_segments: np.ndarray | None = None  # int32 [n + 1]  entry i has the segments [cu[i], cu[i + 1])
 
     @property
     def num_tokens(self) -> int:

@@ -189,6 +189,13 @@ def _detail(value: Any) -> bool:
     return type(value) is str and re.match(r"[\d,]{1,16} of \d[\d,]{0,16} tokens", value) is not None
 
 
+def _pages(value: Any) -> bool:
+    """Returns True for a list with the pages of each side group: [[index of a block or a state's place, page], …]."""
+    return type(value) is list and all(map(_places.fits, value))
+
+
+_places = rows(_int(-MOST), _int(1))
+pages = Bound(_pages, convert=lambda value: [dict(each) for each in value])
 count, positive, position, sequence = _int(0), _int(1), _int(-1), _int(0, MOST_RECORDS)
 text, boolean = Bound(lambda value: type(value) is str), Bound(lambda value: type(value) is bool)
 counts, blocks = Bound(_counts), Bound(lambda value: _counts(value) and 0 not in value)
@@ -207,6 +214,7 @@ MaybeDuration = Annotated[float | None, optional(duration)]
 MaybeSigned = Annotated[float | None, optional(_float(-MOST_NUMBER))]
 Factor = Annotated[float, factor]
 GateState = Annotated[str, gate_state]
+Flag = Annotated[bool, boolean]
 Work = Annotated[str, one_of("decode", "prefill", "mixed")]
 Load = Annotated[list[tuple[int, list[int]]], Bound(_load, None, lambda value: [tuple(each) for each in value])]
 Detail = Annotated[str, Bound(_detail)]
@@ -250,4 +258,11 @@ Chunks = Annotated[
 ]  # (request, start, number of tokens, whether its last token is sampled)
 Drafted = Annotated[list[tuple[int, int]], rows(count, count, fault=_all_known(0))]  # (request, draft tokens)
 Accepted = Annotated[list[tuple[int, int, int]], rows(count, count, count, fault=_all_known(0))]
+def _group(state: Any, group: int) -> str:
+    return "" if group < len(state.groups) else f"there is no side group {group}"
+
+
+SideGroup = Annotated[int, _int(0, fault=_group)]
+Pages = Annotated[list[tuple[int, int]], _places]  # (index of a block or a state's place, page)
+Places = Annotated[list[int], Bound(lambda value: type(value) is list and all(map(_int(-MOST).fits, value)))]
 CutNodes = Annotated[list[tuple[int, int]], rows(count, count)]  # (node, blocks kept)

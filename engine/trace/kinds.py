@@ -26,7 +26,9 @@ class Submit(kind.Kind):
 
     @staticmethod
     def apply(state: State, request: int, group: str, prompt_tokens: int, max_total: int) -> None:
-        state.requests[request] = RequestView(request, group, prompt_tokens, max_total, submitted=state.t)
+        view = RequestView(request, group, prompt_tokens, max_total, submitted=state.t)
+        view.side = [{} for _ in state.groups]
+        state.requests[request] = view
         state.queue.append(request)
 
 
@@ -84,7 +86,8 @@ class Match(kind.Kind):
 
     `stop`: "whole" (all blocks that can be shared were taken), "differs" (at token `at`), "ends" (nothing is cached
     beyond token `at`), "short" (the prompt has at most one block), "empty" (no cached text has the same beginning),
-    "evicted" (the rest was evicted; `at` is the step).
+    "evicted" (the rest was evicted; `at` is the step), "window", "state" (a side group of this kind does not have what
+    it needs to go on; full attention has `at` tokens).
     """
 
     request: kind.Running
@@ -445,6 +448,115 @@ class Withdraw(kind.Kind):
                 del left[id]
                 if parent in left:
                     left[parent] -= 1
+
+
+# ---- side groups (engine/trace/side_pool.py); only for models with several kinds of memory
+
+
+def _free_faults(state: State, group: int, request: int, pages: list[tuple[int, int]]) -> Iterator[str]:
+    pool, held = state.groups[group], state.requests[request].side[group]
+    wanted = [page for _, page in pages]
+    if pool.free[len(pool.free) - len(wanted) :] != wanted[::-1]:
+        yield "its pages are not the free pages that are next"
+    if any(place in held for place, _ in pages) or len({place for place, _ in pages}) != len(pages):
+        yield f"r{request} has a page at one of these places"
+
+
+class Take(kind.Kind):
+    """Free pages or slots of a side group become the request's."""
+
+    group: kind.SideGroup
+    request: kind.Running
+    pages: kind.Pages
+
+    @staticmethod
+    def apply(state: State, group: int, request: int, pages: list[tuple[int, int]]) -> None:
+        state.groups[group].take(len(pages))
+        state.requests[request].side[group].update(pages)
+
+    faults = _free_faults
+
+
+class Borrow(kind.Kind):
+    """A hit: the request holds pages or a checkpoint that the tree keeps."""
+
+    group: kind.SideGroup
+    request: kind.Running
+    pages: kind.Pages
+
+    @staticmethod
+    def apply(state: State, group: int, request: int, pages: list[tuple[int, int]]) -> None:
+        state.groups[group].hold(page for _, page in pages)
+        state.requests[request].side[group].update(pages)
+
+    @staticmethod
+    def faults(state: State, group: int, request: int, pages: list[tuple[int, int]]) -> Iterator[str]:
+        pool, view = state.groups[group], state.requests[request]
+        for place, page in pages:
+            if place in view.side[group]:
+                yield f"r{request} has a page at {place}"
+            if not 0 <= place < view.shared_blocks or pool.kept.get(view.table[place]) != page:
+                yield f"page {page:,} is not kept for block {place} of r{request}"
+
+
+class Drop(kind.Kind):
+    """The request releases pages behind the window, or states that later ones replaced. `soon`: what the tree keeps of
+    them is evicted first."""
+
+    group: kind.SideGroup
+    request: kind.Running
+    places: kind.Places
+    soon: kind.Flag
+
+    @staticmethod
+    def apply(state: State, group: int, request: int, places: list[int], soon: bool) -> None:
+        held = state.requests[request].side[group]
+        state.groups[group].release([held.pop(place) for place in places], soon)
+
+    @staticmethod
+    def faults(state: State, group: int, request: int, places: list[int]) -> Iterator[str]:
+        if len(set(places)) != len(places) or not state.requests[request].side[group].keys() >= set(places):
+            yield f"r{request} has no page at one of these places"
+
+
+class Keep(kind.Kind):
+    """The tree keeps pages or checkpoints for its blocks: [(block, page)]."""
+
+    group: kind.SideGroup
+    request: kind.Running
+    pages: kind.Pages
+
+    @staticmethod
+    def apply(state: State, group: int, pages: list[tuple[int, int]]) -> None:
+        state.groups[group].keep(pages)
+
+    @staticmethod
+    def faults(state: State, group: int, request: int, pages: list[tuple[int, int]]) -> Iterator[str]:
+        pool, view = state.groups[group], state.requests[request]
+        places = {page: place for place, page in view.side[group].items()}
+        for block, page in pages:
+            place = places.get(page, -1)
+            if not 0 <= place < view.shared_blocks or view.table[place] != block:
+                yield f"page {page:,} is not that of block {block:,} of r{request}"
+            if block in pool.kept or page in pool.block_of:
+                yield f"block {block:,} or page {page:,} is kept already"
+
+
+class Lose(kind.Kind):
+    """Idle pages or checkpoints are evicted; the blocks of the tree for which they were kept stay."""
+
+    group: kind.SideGroup
+    pages: kind.Blocks
+    reason: kind.Text
+
+    @staticmethod
+    def apply(state: State, group: int, pages: list[int]) -> None:
+        state.groups[group].evict(pages)
+
+    @staticmethod
+    def faults(state: State, group: int, pages: list[int]) -> Iterator[str]:
+        if len(set(pages)) != len(pages) or not state.groups[group].idle.keys() >= set(pages):
+            yield "one of these pages is not idle"
 
 
 # ---- steps

@@ -7,13 +7,14 @@ record changes is in engine/trace/kinds.py.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from operator import attrgetter
 from typing import Any
 
 from engine.trace.kind import CHANGES, Bound, Record
 from engine.trace.runs import blocks_of, runs_of
+from engine.trace.side_pool import SidePool
 from engine.trace.views import (
     ACTIVE,
     BLOCKS,
@@ -55,6 +56,7 @@ class State:
         # The free blocks; an allocation takes the last of them. None: unknown (an older recording, or vLLM).
         self.free: list[int] | None = list(range(num_blocks - 1, 0, -1))
         self.counts = [num_blocks - 1, 0, 0, 0]  # number of blocks that are FREE, ACTIVE, SHARED, CACHED
+        self.groups: list[SidePool] = []  # the side groups; most models have none
         self.waste: Waste | None = Waste()  # None: not counted (an older recording, or vLLM)
         self.eviction_policy = "lru"
         self.gate = "open"
@@ -146,7 +148,7 @@ class State:
         counts[SHARED] -= unshared
         counts[CACHED] += cached
 
-    def leave_tree(self, blocks: Iterable[int]) -> None:
+    def leave_tree(self, blocks: Sequence[int]) -> None:
         """Take blocks out of the tree; those without a holder become free."""
         node_of, holders, pending = self.node_of, self.holders, self.pending
         freed: list[int] = []
@@ -156,6 +158,8 @@ class State:
                 pending.pop(block, None)
             if not holders[block]:
                 freed.append(block)
+        for pool in self.groups:
+            pool.forget(blocks)
         if self.free is not None:
             self.free += freed
         self.counts[CACHED] -= len(freed)
@@ -194,6 +198,9 @@ class State:
             view.users -= 1
             view.last_used = self.seq
         self.release_blocks(reversed(request.table))
+        for pool, pages in zip(self.groups, request.side, strict=True):
+            pool.release(pages.values())
+            pages.clear()
         request.table, request.contents = [], []
         request.node = request.shared_blocks = request.base = 0
         request.joined_at = request.row = -1
@@ -211,12 +218,13 @@ class State:
         other.waste = None if self.waste is None else replace(self.waste)
         other.free = None if self.free is None else list(self.free)
         other.holders, other.node_of = self.holders[:], self.node_of[:]
+        other.groups = [pool.copy() for pool in self.groups]
         for id, n in self.nodes.items():
             node = other.nodes[id] = NodeView(*_NODE_FIELDS(n))
             node.ids, node.blocks, node.children = n.ids[:], n.blocks[:], n.children[:]
         for id, r in self.requests.items():
             request = other.requests[id] = RequestView(*_REQUEST_FIELDS(r))
-            request.table, request.contents = r.table[:], r.contents[:]
+            request.table, request.contents, request.side = r.table[:], r.contents[:], [dict(each) for each in r.side]
         return other
 
     def snapshot(self) -> dict[str, Any]:
@@ -233,6 +241,7 @@ class State:
             "nodes": {n.id: _plain(n, NODE) for n in self.nodes.values() if n.id},
             **{name: values for name, values in blocks.items() if values or not BLOCKS[name].later},
             **({} if self.free is None else {"free": runs_of(self.free)}),
+            **({"groups": [pool.snapshot() for pool in self.groups]} if self.groups else {}),
             **({} if self.waste is None else {"waste": asdict(self.waste)}),
         }
 
@@ -264,13 +273,21 @@ class State:
             joined_at = 0 if r["decoding"] else -1
             state.requests[id] = RequestView(id, base=r["computed"], joined_at=joined_at, **_fields(r, REQUEST))
             state.hold_blocks(r["table"])
+        for i, group in enumerate(data.get("groups", ())):
+            held = [page for request in state.requests.values() for page in request.side[i].values()]
+            state.groups.append(SidePool.from_snapshot(group, held))
         state.waste = Waste(**_fields(data["waste"], WASTE)) if "waste" in data else None
         state.free = blocks_of(data["free"]) if "free" in data else None
         return state
 
 
 def _own(value: Any) -> Any:
-    """Returns a value that can be changed without changing the original. In snapshots, sequences are lists."""
+    """Returns a value that can be changed without changing the original. In snapshots, sequences are lists, and a dict
+    is the list of its pairs."""
+    if isinstance(value, dict):
+        return [list(pair) for pair in value.items()]
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return list(map(_own, value))
     return list(value) if isinstance(value, (list, tuple, array)) else value
 
 

@@ -21,6 +21,7 @@ from engine.trace.kind import (
     count,
     counts,
     later,
+    pages,
     position,
 )  # fmt: skip
 
@@ -52,6 +53,8 @@ class RequestView:
     lost: Annotated[int, later(count)] = 0  # the most tokens with KV that it had at a preemption
     # Without a prefix cache: the numbers of its full blocks' texts.
     contents: Annotated[list[int], later(blocks)] = field(default_factory=list)
+    # For each side group, its pages by the index of their block, or its slots (engine/trace/side_pool.py).
+    side: Annotated[list[dict[int, int]], later(pages)] = field(default_factory=list)
 
 
 @dataclass(slots=True)

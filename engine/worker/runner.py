@@ -63,7 +63,7 @@ class Runner:
             model_config, engine_config, parts.ops, model_dir, on_progress, group, parts.reserved_bytes
         )
         self.num_blocks, self.block_size, self.vocab_size = loaded.num_blocks, loaded.block_size, loaded.vocab_size
-        self.synchronous = loaded.synchronous
+        self.groups, self.synchronous = loaded.groups, loaded.synchronous
         # Executors refer to the loaded model, not to the runner: after gc.freeze, cycles would never be freed.
         with torch.inference_mode():
             self.executors = [make(loaded, on_progress) for make in parts.executors]

@@ -46,7 +46,7 @@ OPERATIONS = 400  # timed operations of each kind
 class NoDevice:
     """A runner whose steps end at once; every row gets the same token."""
 
-    block_size, vocab_size, synchronous = BLOCK, VOCAB, True
+    block_size, vocab_size, synchronous, groups = BLOCK, VOCAB, True, ()
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

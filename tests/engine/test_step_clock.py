@@ -24,7 +24,7 @@ PLAN, LAUNCH, COMMIT, DEVICE, EMIT = 1.0, 2.0, 4.0, 8.0, 16.0  # seconds of the 
 class Timed:
     """A runner on a clock that moves only by its calls. The device works alone once a step is launched."""
 
-    num_blocks, block_size, vocab_size, synchronous = 64, 16, 1_000, False
+    num_blocks, block_size, vocab_size, synchronous, groups = 64, 16, 1_000, False, ()
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self._free_at = 1_000.0, 0.0

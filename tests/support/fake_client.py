@@ -82,7 +82,7 @@ class ScriptedRunner:
     """Draws the tokens of `answer(prompt text)`, then the end token."""
 
     vocab_size = VOCABULARY
-    synchronous = True
+    synchronous, groups = True, ()
 
     def __init__(self, num_blocks: int, block_size: int, answer: Callable[[str], str]) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size

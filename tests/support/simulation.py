@@ -11,6 +11,7 @@ tokens last stood together. Which of a request's drafts are right is then as goo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from engine.core.engine import Engine
 from engine.core.request import Grammar
 from engine.core.scheduler import Scheduler
 from engine.core.step import StepPlan, StepResult
+from engine.trace.side_pool import SideGroup
 
 
 class SimulatedRunner:
@@ -25,11 +27,18 @@ class SimulatedRunner:
 
     def __init__(
         self, num_blocks: int, block_size: int, max_rows: int, vocab_size: int = 50, max_blocks: int = 4096,
-        echo: bool = False,
+        echo: bool = False, groups: tuple[SideGroup, ...] = (),
     ) -> None:  # fmt: skip
-        self.echo = echo
-        self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
+        self.echo, self.groups = echo, groups
         self.table = np.full((max_rows, max_blocks), -1, np.int64)
+        # Of each window group: its block table, and (position, token) of each slot. Of the states: the tokens so far.
+        windows = [group for group in groups if group.kind == "window"]
+        self.windows = [
+            (group, np.full_like(self.table, -1), np.full((group.num_blocks * block_size, 2), -1, np.int64))
+            for group in windows
+        ]
+        self.states: list[list[int] | None] = [[]] + [None] * sum(g.num_blocks - 1 for g in groups if g.kind == "state")
+        self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
         self.last_token = np.full(max_rows, -1, np.int64)
         self.slots = np.full((num_blocks * block_size, 2), -1, np.int64)  # (position, token) written last
         self.context_hash: dict[int, int] = {}
@@ -49,6 +58,8 @@ class SimulatedRunner:
         self.tokens_computed += plan.num_tokens
         self.prefill_tokens += plan.num_tokens - plan.num_decodes
         self.table[plan.table_rows, plan.table_columns] = plan.table_blocks
+        for (_, table, _), (rows, columns, pages) in zip(self.windows, plan.window_tables, strict=True):
+            table[rows, columns] = pages
         # Every layer stores all KV of the step before attention reads any.
         at = 0
         known: list[np.ndarray] = []
@@ -60,8 +71,14 @@ class SimulatedRunner:
             slots = self._slots(row, positions)
             assert (slots >= self.block_size).all(), "a step wrote to the null block"
             self.slots[slots, 0], self.slots[slots, 1] = positions, ids
+            for _, table, cells in self.windows:
+                slots = table[row, positions // self.block_size] * self.block_size + positions % self.block_size
+                assert (slots >= self.block_size).all(), "a step wrote to the null page of a window"
+                cells[slots, 0], cells[slots, 1] = positions, ids
             known.append(ids)
             at += n
+        if self.groups:
+            self._check_sides(plan, known)
         drawn = [-1] * len(plan.rows)
         bad = []
         checked: dict[int, list[int]] = {}
@@ -82,6 +99,35 @@ class SimulatedRunner:
                 if self.bad_request == request.id:
                     bad.append(i)
         return SimulatedLaunch(self, plan, StepResult(drawn, bad=bad, checked=checked))
+
+    def _check_sides(self, plan: StepPlan, known: list[np.ndarray]) -> None:
+        """Read what each layer would read: the windows' pages, and the chain of states."""
+        read: dict[int, int] = {}  # slot -> the entry that reads it first
+        for i, (row, start, ids) in enumerate(zip(plan.rows, plan.starts, known, strict=True)):
+            end = int(start) + len(ids)
+            context = self.slots[self._slots(row, np.arange(end))][:, 1].tolist()
+            for group, table, cells in self.windows:
+                seen = np.arange(max(0, start - group.window + 1), end)
+                pages = cells[table[row, seen // self.block_size] * self.block_size + seen % self.block_size]
+                assert (pages[:, 0] == seen).all(), f"row {row} reads another position's page"
+                assert pages[:, 1].tolist() == context[seen[0] :], f"row {row} reads another request's page"
+            if plan.segments is None or plan.cu_segments is None:
+                continue
+            first, at = sum(map(len, known[:i])), 0
+            for begin, stop, source, target in plan.segments[plan.cu_segments[i] : plan.cu_segments[i + 1]].tolist():
+                assert begin == first + at and stop > begin, "the segments of an entry do not follow each other"
+                if not at:
+                    read[source] = i
+                assert self.states[source] == context[: start + at], f"row {row} begins with another state"
+                at += stop - begin
+                assert target > 0, "a step wrote to the null slot"
+                self.states[target] = context[: start + at]
+            assert at == len(ids), "the segments of an entry do not cover its tokens"
+
+        if plan.segments is not None and plan.cu_segments is not None:
+            for i, (first, last) in enumerate(pairwise(plan.cu_segments)):
+                others = {slot for slot, entry in read.items() if entry != i}
+                assert others.isdisjoint(plan.segments[first:last, 3].tolist()), "a slot that another entry writes"
 
     def _draw(self, context: np.ndarray, seed: int) -> int:
         return token_after(context, seed, self.vocab_size, self.echo)

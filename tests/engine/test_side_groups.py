@@ -1,0 +1,152 @@
+"""Several kinds of memory in the real scheduler: windows and recurrent states beside full attention, over a simulated
+device that reads what each layer would read."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.core.engine import Engine
+from engine.core.request import Request
+from engine.core.scheduler import SchedulerConfig
+from engine.params import SamplingParams
+from engine.trace.side_pool import SideGroup
+from engine.trace.state import State
+from tests.support.simulation import SimulatedRunner, alone, simulated
+
+PARAMS = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+
+
+def window(pages: int, tokens: int) -> SideGroup:
+    return SideGroup(f"window {tokens}", "window", pages + 1, tokens)
+
+
+def states(slots: int) -> SideGroup:
+    return SideGroup("state", "state", slots + 1)
+
+
+def make_engine(
+    *groups: SideGroup, blocks: int = 200, size: int = 4, budget: int = 64, rows: int = 8, delay: int = 0,
+    prefix_caching: bool = True, **options: object,
+) -> Engine:  # fmt: skip
+    drafts = int(options.get("speculative_tokens", 0))  # type: ignore[call-overload]
+    runner = SimulatedRunner(blocks + 1, size, rows, groups=groups, echo=drafts > 0)
+    config = SchedulerConfig(budget, rows, max_model_len=4096, **options)  # type: ignore[arg-type]
+    engine = simulated(Engine(runner, config, eos_ids=frozenset({49}), prefix_caching=prefix_caching))
+    engine.delay = 0 if drafts else delay
+    return engine
+
+
+def run(engine: Engine) -> None:
+    for _ in range(10_000):
+        if not engine.has_work:
+            return
+        engine.step()
+        engine.check()
+    raise AssertionError("the engine did not come to an end")
+
+
+def ask(engine: Engine, ids: list[int]) -> Request:
+    request = engine.add_request(ids, PARAMS)
+    run(engine)
+    return request
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(40))
+def test_any_schedule_gives_the_tokens_of_each_request_alone(seed: int, delay: int) -> None:
+    """No page is used twice, none leaks, every hit is one that all groups can serve; the records tell all of it."""
+    r = random.Random(seed)
+    size, drafts = r.choice([1, 2, 4, 16]), r.choice([0, 0, 3])
+    groups = []
+    for tokens in r.sample([1, 3, 8, 17, 40], r.randrange(0, 3)):
+        groups.append(window(-(-tokens // size) + 2 + drafts + r.choice([0, 2, 20]), tokens))
+    if not groups or r.random() < 0.7:
+        groups.append(states(2 + drafts + r.choice([0, 1, 4, 20])))
+    blocks = r.choice([9, 16, 40, 120])
+    engine = make_engine(
+        *groups, blocks=blocks, size=size, budget=r.choice([size, 2 * size, 16, 64, 512]), rows=r.choice([1, 3, 8]),
+        delay=delay, policy=r.choice(["fcfs", "longest-prefix", "static", "priority"]),
+        chunked_prefill=r.random() < 0.85, speculative_tokens=drafts, prefix_caching=r.random() < 0.85,
+        checkpoint_interval=r.choice([8, 32]),
+    )  # fmt: skip
+    runner = engine.runner
+    assert isinstance(runner, SimulatedRunner)
+    failing = r.random() < 0.4
+
+    def maybe_fail(_plan: object) -> None:
+        if failing and r.random() < 0.03:
+            raise RuntimeError("the simulated device failed")
+
+    runner.on_launch = runner.on_wait = maybe_fail
+    state = State.from_snapshot(engine.snapshot())
+    prefixes = [[r.randrange(6) for _ in range(r.randrange(1, 40))] for _ in range(4)]
+    requests: list[Request] = []
+    arrivals = r.randrange(5, 50)
+    for n in range(20_000):
+        if arrivals and r.random() < 0.3:
+            ids = list(r.choice(requests).ids) if requests and r.random() < 0.3 else list(r.choice(prefixes))
+            ids = (ids + [r.randrange(6) for _ in range(r.randrange(0, 12))])[: blocks * size] or [1]
+            params = SamplingParams(max_tokens=r.choice([1, 2, 5, 20, 60]), seed=r.randrange(100))
+            salt, priority = r.choice(["", "", "a"]), r.randrange(3)
+            requests.append(engine.add_request(ids, params, cache_salt=salt, priority=priority))
+            arrivals -= 1
+        if requests and r.random() < 0.02:
+            engine.abort(r.choice(requests).id)
+        if r.random() < 0.01:
+            engine.clear_cache(preempt=r.random() < 0.5)
+        engine.step()
+        state.apply_all(engine.log.drain())
+        engine.check()
+        assert state.snapshot() == engine.snapshot()
+        if n % 50 == 0:
+            assert State.from_snapshot(state.snapshot()).snapshot() == state.copy().snapshot() == state.snapshot()
+        if not arrivals and not engine.has_work:
+            break
+    else:
+        raise AssertionError("somebody starved")
+    for request in requests:
+        got = request.output_ids
+        assert request.finish_reason.split(":")[0] in ("stop", "length", "abort", *["error"] * failing)
+        prompt = request.ids[: request.prompt_len]
+        assert got == alone(prompt, request.seed, len(got), stop=request.stop_ids, echo=drafts > 0)
+    for side in engine.cache.sides:
+        assert side.pool.available == side.pool.total, "pages leaked"
+
+
+def test_a_hit_ends_at_the_last_checkpoint_and_the_next_request_has_one_where_the_texts_part() -> None:
+    engine = make_engine(states(20), checkpoint_interval=16, budget=512)
+    shared = [i % 40 for i in range(40)]
+    ask(engine, [*shared, 41, 42, 43, 44, 45])
+    second = ask(engine, [*shared, 1, 2, 3, 4, 5])
+    assert second.match[:2] == ("state", 40) and second.cached_tokens == 32  # checkpoints: at 16, 32 and 44
+    assert second.match[2] == "32 of 45 tokens, cut by state"
+    third = ask(engine, [*shared, 6, 7, 8, 9])
+    assert third.cached_tokens == 40
+
+
+def test_a_window_is_served_only_where_its_pages_are_left() -> None:
+    engine = make_engine(window(8, 12), budget=512)
+    text = [i % 40 for i in range(30)]
+    ask(engine, text)  # with 4 tokens of reply, pages 0 to 7; all but the last two are behind the window at some time
+    assert ask(engine, [*text[:20], 1, 2, 3]).cached_tokens in (0, 20)
+    ask(engine, [i % 7 for i in range(31)])  # takes all eight pages
+    again = ask(engine, text)
+    assert again.cached_tokens == 0 and again.match[0] == "window" and again.match[1] == 28
+
+
+def test_a_reply_leaves_a_checkpoint_behind_for_the_next_turn() -> None:
+    engine = make_engine(states(6), checkpoint_interval=1000)
+    first = engine.add_request(list(range(10)), SamplingParams(max_tokens=21, seed=3, ignore_eos=True))
+    run(engine)
+    following = ask(engine, [*first.ids, 7, 8])
+    assert following.cached_tokens == (len(first.ids) - 1) // 4 * 4
+
+
+def test_without_side_groups_nothing_is_planned_for_them() -> None:
+    engine = make_engine()
+    engine.add_request([1, 2, 3], PARAMS)
+    scheduled = engine.scheduler.plan()
+    assert scheduled is not None and scheduled.plan.segments is None and scheduled.plan.window_tables == []
+    assert "groups" not in engine.snapshot()
