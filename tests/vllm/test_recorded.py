@@ -29,6 +29,7 @@ from minitui.vllm.translate import Translator
 from tests.support.fake_openai import FakeServer
 from tests.support.vllm_direct import Direct, watch_steps
 from tests.support.vllm_played import FACTS_EVERY, make_scheduler, messages_of, play, recorded
+from tests.support.vllm_versions import IMPORTS, packages_of
 
 PROMPT = list(range(40, 100))
 
@@ -430,6 +431,7 @@ import os
 import sys
 import time
 from minitui.vllm.pipe import Pipe
+from tests.support.vllm_versions import IMPORTS, packages_of
 from tests.support.vllm_played import messages_of
 from tests.vllm.test_recorded import INFO
 
@@ -546,6 +548,22 @@ def test_the_watcher_process_gives_its_reason_before_it_ends() -> None:
         ended = subprocess.run([sys.executable, "-c", ONE_LINE, str(port)], capture_output=True, timeout=60, text=True)
     [line] = ended.stderr.splitlines()
     assert line.startswith("ERROR minitui does not show this engine: cannot listen on") and not ended.returncode
+
+
+BROUGHT = {  # packages that vLLM 0.33's requirements bring (tests/support/vllm_versions.py asks pip)
+    "annotated-doc", "annotated-types", "anyio", "click", "fastapi", "h11", "jinja2", "markupsafe", "numpy",
+    "opentelemetry-api", "opentelemetry-sdk", "opentelemetry-semantic-conventions", "orjson", "prometheus-client",
+    "pydantic", "pydantic-core", "python-multipart", "sniffio", "starlette", "tokenizers", "typing-extensions",
+    "typing-inspection", "uvicorn",
+}  # fmt: skip
+
+
+def test_vllm_brings_all_that_the_recorder_and_its_watcher_import() -> None:
+    """So `pip install --no-deps minitui` is enough, and vLLM's torch stays."""
+    pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
+    modules = json.loads(subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, check=True).stdout)
+    assert {"fastapi", "uvicorn", "minitui"} <= set(modules) and "torch" not in modules
+    assert packages_of(modules) <= BROUGHT
 
 
 YIELDS = """

@@ -69,12 +69,14 @@ def test_nothing_is_lost_whatever_clients_do_and_whenever_messages_are_lost(dire
     """Requests are cancelled at any moment, preempted, resumed, sampled twice; the cache is reset, and hits."""
     load = make_wild(tmp_path, seed, WILD[seed])
     load.run(STEPS)
-    load.finish()
     pipe = load.pipe
+    while WILD[seed].get("asynchronous") and pipe.kinds["preempt"] < 3:  # versions admit requests differently
+        load.run(load.steps + 50)
+        assert load.steps < 4 * STEPS
+    load.finish()
     assert load.scheduler._recorder is not None and pipe.repairs == 0
     assert pipe.translator.faults == [] and pipe.wrong == []
     assert pipe.translator.totals["FINISHED_ABORTED"] > 5
-    assert pipe.kinds["preempt"] > 2 or not WILD[seed].get("asynchronous")
     assert bool(load.losses) == bool(pipe.wholes)
     assert pipe.follower.state.snapshot() == pipe.translator.blocks.state.snapshot()
 
@@ -223,7 +225,11 @@ def test_vllm_reads_the_header_of_a_rank_and_its_command_line_as_minitui_does(mo
     monkeypatch.setattr(vllm.platforms.current_platform, "device_type", "cpu")
     from starlette.datastructures import Headers
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    except ImportError:  # before 0.33
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from minitui.sources.vllm import RANK_HEADER
@@ -311,7 +317,7 @@ def watched(monkeypatch, tmp_path):
     Load(scheduler, 2, 2).finish()
     [watcher] = wait_for(lambda: [
         process for process in psutil.process_iter(["cmdline"])
-        if "minitui.vllm.watcher" in (process.info.cmdline or ()) and process.ppid() != os.getpid()
+        if "minitui.vllm.watcher" in (process.info["cmdline"] or ()) and process.ppid() != os.getpid()
         and process.environ().get("MINITUI_VLLM_CHECK") == str(report)
     ], 60)  # fmt: skip
     wait_for(report.exists, 60)

@@ -1,0 +1,116 @@
+"""Runs the tests that need vLLM against several versions of it, on a machine without a GPU.
+
+    python -m tests.support.vllm_versions [--keep DIRECTORY] 0.25.1 0.33.0
+
+For each version, a virtual environment of its own gets the Python files of vLLM's wheel and what they import; all other
+packages, torch too, are those of this environment. Then pip resolves the requirements of that version, as it would on a
+machine with a GPU: `pip install --no-deps minitui` must find there all that the recorder and its watcher import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TESTS = ["tests/vllm/test_scheduler.py", "tests/vllm/test_kv_events.py", "tests/vllm/test_groups.py"]
+FILES = (".py", ".json", ".jinja", ".txt", ".yaml", "METADATA", "RECORD", "WHEEL")  # of the wheel; no compiled code
+MOST_MISSING = 80  # packages that are installed one after another
+PLATFORMS = [f"manylinux{version}_x86_64" for version in ("_2_35", "_2_34", "_2_31", "_2_28", "_2_17", "1")]
+IMPORTS = """
+import json, sys
+before = set(sys.modules)
+import minitui.vllm.watcher, minitui.trace.recorder
+print(json.dumps(sorted({name.split(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names))))
+"""
+MISSING = re.compile(r"No module named '(\w+)")
+
+
+def run(*words: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Returns the ended process, with its output as text. `check`: raises if it failed."""
+    return subprocess.run([str(word) for word in words], cwd=ROOT, capture_output=True, text=True, check=check)
+
+
+def install(version: str, place: Path) -> tuple[Path, list[str]]:
+    """Makes the environment of a version. Returns its Python, and what vLLM requires."""
+    run(sys.executable, "-m", "venv", place)
+    python = place / "bin" / "python"
+    site = next((place / "lib").glob("python*")) / "site-packages"
+    (site / "zz_others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    run(python, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", place / "wheel",
+        *(f"--platform={name}" for name in PLATFORMS), f"vllm=={version}")  # fmt: skip
+    [wheel] = (place / "wheel").glob("vllm-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site, [name for name in archive.namelist() if name.endswith(FILES)])
+    wheel.unlink()
+    [metadata] = site.glob("vllm-*.dist-info/METADATA")
+    required = re.findall(r"^Requires-Dist: ([^;\n]+)", metadata.read_text(), re.M)
+    tried = set()
+    for _ in range(MOST_MISSING):
+        probe = run(python, "-c", "import tests.support.vllm_driver", check=False)
+        found = MISSING.search(probe.stderr.strip().rpartition("\n")[2])
+        if found is None or found[1] in tried:
+            break
+        tried.add(found[1])
+        same = re.compile(found[1].replace("_", "[-_.]") + r"\b", re.I)
+        wanted = next((each for each in required if same.match(each)), found[1])
+        run(python, "-m", "pip", "install", "--quiet", "--no-deps", wanted)
+    return python, required
+
+
+def packages_of(modules: list[str]) -> set[str]:
+    """Returns the names of the packages of these modules, without minitui."""
+    owners = packages_distributions()
+    return {_plain(owner) for name in modules for owner in owners.get(name, ())} - {"minitui"}
+
+
+def not_found(version: str) -> list[str]:
+    """Returns the packages that the recorder imports and that vLLM's requirements do not bring; also textual or torch,
+    if `pip install --no-deps minitui` would bring one of them."""
+    needed = packages_of(json.loads(run(sys.executable, "-c", IMPORTS).stdout))
+    reports = [
+        run(
+            sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-", *what
+        )
+        for what in (["--only-binary=:all:", f"vllm=={version}"], ["--no-deps", ROOT])
+    ]
+    vllm, ours = ({_plain(item["metadata"]["name"]) for item in json.loads(each.stdout)["install"]} for each in reports)
+    return sorted(needed - vllm) + sorted(ours - {"minitui"})
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def main() -> None:
+    """Print one line for each version."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, help="a directory for the environments; the next run uses them again")
+    parser.add_argument("versions", nargs="+")
+    options = parser.parse_args()
+    failed = False
+    for version in options.versions:
+        with tempfile.TemporaryDirectory() as directory:
+            place = (options.keep or Path(directory)) / f"vllm-{version}"
+            python = place / "bin" / "python" if place.exists() else install(version, place)[0]
+            tests = [name for name in TESTS if (ROOT / name).exists()]
+            ended = run(python, "-m", "pytest", "-q", "-n", "0", "-rf", *tests, check=False)
+            missing = not_found(version)
+        failed |= bool(ended.returncode or missing)
+        lines = ended.stdout.strip().splitlines() or ended.stderr.strip().splitlines()
+        print(f"vLLM {version}: {lines[-1]}", *(line for line in lines if line.startswith("FAILED")), sep="\n    ")
+        print(
+            "    an installation lacks: " + ", ".join(missing) if missing else "    an installation adds only minitui"
+        )
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
