@@ -26,6 +26,9 @@ MOST = {
     "block_size": 1 << 16,
     "num_blocks": (1 << 31) - 1,
     "kv_tokens": (1 << 31) - 1,
+    "window_blocks": (1 << 31) - 1,
+    "state_slots": (1 << 31) - 1,
+    "checkpoint_interval": 1 << 24,
     "max_num_seqs": 1 << 16,
     "max_num_batched_tokens": 1 << 24,
     "max_model_len": (1 << 31) - 1,
@@ -48,6 +51,11 @@ class EngineConfig:
     device: str = "auto"  # auto: cuda if there is a GPU
     block_size: int = 16  # tokens
     num_blocks: int | None = None  # KV blocks, without the null block; None: computed from kv_tokens or free memory
+    # For models with several kinds of memory: pages of each group with a window, and slots for recurrent states; None:
+    # chosen from the KV blocks (engine/worker/pools.py). A long prompt has a checkpoint of its states at each interval.
+    window_blocks: int | None = None
+    state_slots: int | None = None
+    checkpoint_interval: int = 1024  # tokens
     kv_tokens: int | None = None  # tokens in the KV cache, rounded up to whole blocks; None: see num_blocks
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV cache
     max_num_seqs: int | None = None  # requests that run at the same time; None: 64 on a CPU, 256 on a GPU
@@ -84,7 +92,7 @@ class EngineConfig:
             )
         for name, most in MOST.items():
             value = getattr(self, name)
-            if value is None and name not in ("block_size", "tensor_parallel_size"):
+            if value is None and getattr(type(self), name, None) is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise EngineError(f"{name} is {value!r}: it must be a whole number, at least 1")

@@ -21,6 +21,7 @@ from engine.config import EngineConfig
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.errors import EngineError
+from engine.groups import cache_groups
 from engine.model.config import ModelConfig
 from engine.model.experts import Ops
 from engine.model.group import ALONE, Group
@@ -31,6 +32,7 @@ from engine.worker.cpu.cores import default_threads
 from engine.worker.inputs import Draws
 from engine.worker.launch import DrawnLogprobs, LaunchedStep, PromptLogprobs
 from engine.worker.limits import resolve
+from engine.worker.pools import PoolSizes
 from engine.worker.sampler import Drawn
 from engine.worker.upload import to_host
 from engine.worker.weights.load_model import load_model
@@ -108,8 +110,11 @@ class LoadedModel:
                 max_rows, self.max_model_len, self.block_size, self.vocab_size, self.device,
                 engine_config.logprobs_mode == "processed_logprobs",
             )  # fmt: skip
-            self.num_blocks = group.least(self._count_blocks()) + 1  # plus the null block
-            self.pool = self._make_pool(self.num_blocks)
+            self._sizes = self._pool_sizes()
+            blocks = group.least(self._count_blocks())
+            self.num_blocks = blocks + 1  # plus the null block
+            self.groups = self._sizes.sides(blocks)
+            self.pool = self._make_pool(self.num_blocks, tuple(side.num_blocks for side in self.groups))
         self.memory.kv_cache = self.pool.nbytes
         self._expert_load_due = math.inf if model_config.experts is None else 0.0
 
@@ -202,8 +207,15 @@ class LoadedModel:
 
     # ---- the pool
 
-    def _make_pool(self, num_blocks: int) -> KVPool:
-        return KVPool(self.shard, num_blocks, self.block_size, self.kv_dtype, self.device, self._kv_scales)
+    def _make_pool(self, num_blocks: int, side_blocks: tuple[int, ...] = ()) -> KVPool:
+        return KVPool(
+            self.shard, num_blocks, self.block_size, self.kv_dtype, self.device, self._kv_scales, side_blocks
+        )  # fmt: skip
+
+    def _pool_sizes(self) -> PoolSizes:
+        groups = cache_groups(self.shard)
+        block_bytes = [self.block_size * group.bytes_per_token(self.kv_dtype) for group in groups]
+        return PoolSizes(groups, self.config, self.batch.max_rows, self.max_num_batched_tokens, block_bytes)
 
     def _count_blocks(self) -> int:
         """Returns the number of blocks without the null block: as configured, else as many as memory allows."""
@@ -211,16 +223,14 @@ class LoadedModel:
             return self.config.num_blocks
         if self.config.kv_tokens is not None:
             return -(-self.config.kv_tokens // self.block_size)
-        per_block = self.block_size * self.shard.kv_bytes_per_token(self.kv_dtype)
         if self.device.type == "cpu":
             enough = CPU_KV_SEQUENCES * -(-self.max_model_len // self.block_size)
-            return max(1, min(enough, CPU_KV_BYTES // per_block))
-        return max(1, self._measure_blocks(per_block) - -(-self._reserved_bytes // per_block))
+            return max(1, min(enough, self._sizes.blocks_in(CPU_KV_BYTES)))
+        return max(1, self._sizes.blocks_in(self._free_bytes() - self._reserved_bytes))
 
-    def _measure_blocks(self, per_block: int) -> int:
-        """Returns how many blocks fit in the `gpu_memory_utilization` share of the GPU's memory beside all other use.
-
-        Other use: weights, activations and other processes.
+    def _free_bytes(self) -> int:
+        """Returns what is left of the `gpu_memory_utilization` share of the GPU's memory beside all other use: weights,
+        activations and other processes.
         """
         gc.collect()
         torch.cuda.empty_cache()
@@ -234,14 +244,14 @@ class LoadedModel:
         elsewhere = total - free - torch.cuda.memory_reserved(self.device)
         room = int(total * self.config.gpu_memory_utilization) - peak - elsewhere
         torch.cuda.empty_cache()
-        if room < per_block:
+        if room < self._sizes.bytes_for(1):
             share = self.config.gpu_memory_utilization
             raise EngineError(
                 f"no room for a KV cache: gpu_memory_utilization {share:g} allows {total * share / 1e9:.1f} of "
                 f"{total / 1e9:.1f} GB, but weights and activations take {peak / 1e9:.1f} GB and other processes "
                 f"{elsewhere / 1e9:.1f} GB: raise gpu_memory_utilization, lower max_num_batched_tokens, or free the GPU"
             )
-        return room // per_block
+        return room
 
     def warm_up(self, tokens: int, pool: KVPool | None = None) -> torch.Tensor:
         """Run a step of at most `tokens` prompt tokens, whose keys and values go to the null block of `pool`.
