@@ -13,16 +13,18 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
+import pexpect
 import typer
 
-from minitui.dev.pseudo_terminal import read, start_in_terminal
 from minitui.visible import json_text
 
+MAX_READ = 1 << 16  # the most bytes of one read
 GLYPHS = "àáâãäåæçèéêëìíîïðñòóôõöøùúûüýþÿāăąćĉċčďđēĕėęěĝğġģĥħĩīĭįıĵķĺļľłńņňŋōŏőœŕŗřśŝşšţťŧũūŭůűųŵŷźżž"
 
 
@@ -46,15 +48,21 @@ class Application:
 
     def __init__(self, columns: int, rows: int, arguments: list[str]) -> None:
         home = tempfile.mkdtemp(prefix="minitui-latency-")
-        environment = {"MINITUI_DATA": home, "MINITUI_CONFIG": os.path.join(home, "settings.toml")}
-        self.terminal = start_in_terminal(["minitui", "chat", *arguments], (columns, rows), environment)
+        environment = {
+            **os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor",
+            "MINITUI_DATA": home, "MINITUI_CONFIG": os.path.join(home, "settings.toml"),
+        }  # fmt: skip
+        command = ["-m", "minitui", "chat", *arguments]
+        self.terminal = pexpect.spawn(sys.executable, command, dimensions=(rows, columns), env=environment)
         self.written = 0
 
     def read(self, seconds: float) -> bytes:
         """Returns the next output; empty if there is none within `seconds`."""
         try:
-            data = read(self.terminal, seconds)
-        except EOFError:
+            data: bytes = self.terminal.read_nonblocking(MAX_READ, seconds)
+        except pexpect.TIMEOUT:
+            return b""
+        except pexpect.EOF:
             time.sleep(seconds)
             return b""
         self.written += len(data)

@@ -2,9 +2,7 @@
 
 The panels show splits, evictions and preemptions as with a real engine, but without forward passes. One core
 simulates a thousand steps a second with 256 requests and 44,000 blocks. The same seed gives the same records.
-
-    python -m minitui.dev.simulator_app                         shows the Inspect screen with simulated records
-    python -m minitui.dev.simulator_app --measure --load large  measures the screen's cost in a pseudo-terminal
+`python -m minitui.dev.panel NAME` shows a panel over them.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from engine.core.cache import KVCache
 from engine.core.commit import Committer
@@ -84,15 +82,12 @@ class Load:
     seed: int = 0
 
 
-STEADY = Load(blocks=8_000, chats=64, rows=64, budget=1024, reply=(300, 900), think=0.05, turns=2, step_ms=3.5)
 SMALL = Load(blocks=64, chats=3, rows=8, budget=128, context=512, reply=(24, 60), turns=3, step_ms=3.0)
 CLASSROOM: Load = Load(chats=8, reply=(60, 400), think=1.2)
 LARGE = Load(
     blocks=44_000, chats=256, rows=288, budget=2048, context=2048, reply=(200, 900), think=0.05, turns=4,
     system_repeat=12, step_ms=0.2, probes=520,
 )  # fmt: skip
-H200 = replace(LARGE, step_ms=4.0, probes=60.0)  # at the speed of a large model on a large GPU
-LOADS = {"h200": H200, "small": SMALL, "classroom": CLASSROOM, "steady": STEADY, "large": LARGE}
 PROBE = -1  # the chat index of a probe, which belongs to no chat
 
 
@@ -114,17 +109,12 @@ class Words:
         return token
 
     def decode(self, ids: Sequence[int]) -> str:
-        return spell(self.words, ids)
-
-
-def spell(words: list[str], ids: Sequence[int]) -> str:
-    """Returns the text of token ids."""
-    out: list[str] = []
-    for token in ids:
-        if token >= len(SPECIALS) and out and out[-1] not in SPECIALS:
-            out.append(" ")
-        out.append(words[token])
-    return "".join(out)
+        out: list[str] = []
+        for token in ids:
+            if token >= len(SPECIALS) and out and out[-1] not in SPECIALS:
+                out.append(" ")
+            out.append(self.words[token])
+        return "".join(out)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,6 @@ from engine.core.scheduler import SchedulerConfig
 from engine.params import SamplingParams
 from minitui.dev.panel import stress_view
 from minitui.dev.simulator import SMALL
-from minitui.dev.simulator_app import StressApp
 from minitui.tui.glyphs import UNICODE, use_ascii
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.widgets.inspect.experts import ExpertMap
@@ -21,7 +20,7 @@ from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.history.experts import SUMMED, ExpertLoads
 from minitui.viewmodel.view import View
 from tests.support.models import make_runner, reference, save
-from tests.support.simulated import LiveStress
+from tests.support.simulated import LiveStress, StressApp
 
 
 def told(view: View, log: Any, step: int, load: list[tuple[int, list[int]]]) -> None:
@@ -112,7 +111,7 @@ def test_more_experts_than_cells_show_the_hottest_of_each_cell_and_more_layers_s
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 36), (200, 60)])
 async def test_inspect_has_the_panel_once_the_model_has_told_of_experts(size: tuple[int, int]) -> None:
-    app = StressApp(LiveStress(SMALL, 2.0), fps=0, clock=lambda: 1000.0)
+    app = StressApp(LiveStress(SMALL, 2.0), clock=lambda: 1000.0)
     async with app.run_test(size=size) as pilot:
         app.tick()
         await pilot.pause()

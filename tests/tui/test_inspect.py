@@ -11,8 +11,6 @@ import pytest
 from textual._compositor import ChopsUpdate, LayoutUpdate
 
 from minitui.dev.simulator import CLASSROOM, SMALL, Load
-from minitui.dev.simulator_app import StressApp, measure
-from minitui.dev.simulator_process import StressProcess
 from minitui.tui.glyphs import use_ascii
 from minitui.tui.panels import ALONE, IN_ORDER
 from minitui.tui.screens.inspect import InspectScreen
@@ -24,9 +22,8 @@ from minitui.tui.widgets.inspect.lanes import BatchLanes
 from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.inspect.tree import RadixTree
 from minitui.tui.widgets.inspect.waterfall import Waterfall
-from minitui.viewmodel.view import View
 from tests.support.paths import SNAPSHOTS
-from tests.support.simulated import LiveStress
+from tests.support.simulated import LiveStress, StressApp
 
 
 class Steady(LiveStress):
@@ -45,7 +42,7 @@ def clock():
 @asynccontextmanager
 async def opened(load: Load, size: tuple[int, int], clock: dict[str, float], warm_up: float = 4.0):
     """The app at this size, and its pilot, after a second of frames."""
-    app = StressApp(Steady(load, warm_up), fps=0, clock=lambda: clock["t"])
+    app = StressApp(Steady(load, warm_up), clock=lambda: clock["t"])
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
         await frames(app, pilot, clock, 20)
@@ -334,36 +331,3 @@ async def test_the_screen_survives_every_size_and_theme(clock):
         for _ in range(3):
             await pilot.press("T")
             await frames(app, pilot, clock, 2)
-
-
-@pytest.mark.slow
-def test_the_cost_of_the_screen_can_be_measured():
-    figures = measure("small", (80, 24), fps=20.0, seconds=2.0, settle=0.3)
-    assert figures["size"] == "80x24" and figures["drawn_per_s"] > 0
-    assert 0 < figures["cpu_percent"] < 100 and figures["kb_per_s"] > 0
-    assert figures["dropped"] == 0 and figures["blocks"] == 64
-    assert figures["keys"] > 0 and 0 < figures["key_ms_p50"] < 2000, "colours, and panels behind tab"
-
-
-async def test_records_come_from_another_process_without_a_gap_and_with_their_words():
-    source = StressProcess("small", warm_up=1.0, ahead=0.5)
-    try:
-        view = View()
-        view.reset(await source.snapshot())
-        begins, end = view.history.live.state.step, time.monotonic() + 20
-        while view.history.live.state.step < begins + 200 and time.monotonic() < end:
-            view.fold(source.drain_records(), time.monotonic())
-            time.sleep(0.02)
-        assert view.history.live.state.step >= begins + 200 and not view.history.gap, (
-            "some were made ahead, the others not"
-        )
-        assert any("block" in source.decode(node.ids) for node in view.history.live.state.nodes.values())
-        assert source.names and source.made
-        source.gate()
-        while view.history.live.state.gate == "open" and time.monotonic() < end:
-            view.fold(source.drain_records(), time.monotonic())
-            time.sleep(0.02)
-        assert view.history.live.state.gate == "closed"
-    finally:
-        await source.close()
-    assert source._process.returncode is not None

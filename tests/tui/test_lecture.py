@@ -10,7 +10,6 @@ import pytest
 
 from engine.trace.state import State
 from minitui.dev.simulator import SMALL, Load, Stress
-from minitui.dev.simulator_app import StressApp
 from minitui.text import count
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
@@ -20,7 +19,7 @@ from minitui.viewmodel.explain.predict import question_about
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.narrate import narrate, notable
 from tests.support.paths import SNAPSHOTS
-from tests.support.simulated import LiveStress
+from tests.support.simulated import LiveStress, StressApp
 
 TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
 
@@ -156,7 +155,7 @@ class Steady(LiveStress):
 @asynccontextmanager
 async def opened(size: tuple[int, int]):
     clock = {"t": 1000.0}
-    app = StressApp(Steady(SMALL, 3.0), fps=0, clock=lambda: clock["t"])
+    app = StressApp(Steady(SMALL, 3.0), clock=lambda: clock["t"])
 
     async def frames(n: int = 1) -> None:
         for _ in range(n):

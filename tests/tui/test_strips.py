@@ -10,15 +10,14 @@ from rich.style import Style
 from textual.strip import Strip
 
 from minitui.dev.simulator import SMALL
-from minitui.dev.simulator_app import StressApp
 from minitui.tui.textual_insides import keep_no_lines
-from tests.support.simulated import LiveStress
+from tests.support.simulated import LiveStress, StressApp
 
 
 async def test_drawn_lines_are_freed_without_a_garbage_collection():
     """The frames are drawn as in a terminal; the test's driver draws nothing by itself."""
     now = [1000.0]
-    app = StressApp(LiveStress(SMALL, 2.0), fps=0, clock=lambda: now[0])
+    app = StressApp(LiveStress(SMALL, 2.0), clock=lambda: now[0])
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.pause()
 

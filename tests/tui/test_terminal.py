@@ -9,11 +9,9 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from minitui.dev import pseudo_terminal
 from minitui.tui.terminal import takes_unicode
 from tests.support.terminal import Terminal, python
 
@@ -206,21 +204,3 @@ def test_bg_stops_it_again_and_fg_brings_it_back(tmp_path: Path):
     shell.until("back-2")
     assert shell.left_on() == []
     shell.close()
-
-
-def test_a_silent_application_that_ignores_its_hangup_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pseudo_terminal, "SILENCE_S", 2.0)
-    started: list[int] = []
-    start = pseudo_terminal.start_in_terminal
-
-    def note(*arguments: Any) -> Any:
-        terminal = start(*arguments)
-        started.append(terminal.pid)
-        return terminal
-
-    monkeypatch.setattr(pseudo_terminal, "start_in_terminal", note)
-    hung = "import signal, time; signal.signal(signal.SIGHUP, signal.SIG_IGN); print(1, flush=True); time.sleep(1000)"
-    with pytest.raises(TimeoutError, match="silent"):
-        pseudo_terminal.run_in_terminal(["timeit", "-n1", "-r1", hung], (80, 24))
-    with pytest.raises(ProcessLookupError):
-        os.kill(started[0], 0)
