@@ -33,10 +33,12 @@ from engine.trace.kind import (
     text,
 )  # fmt: skip
 from engine.trace.runs import blocks_of, number_of
+from engine.trace.side_pool import GROUP, SidePool
 from engine.trace.views import BLOCKS, NODE, REQUEST, WASTE
 from minitui.trace.lines import MOST_VALUES
 
 MOST_BLOCKS = 1 << 21  # blocks in a pool; a view keeps several copies of a pool, at 32 bytes per block
+MOST_GROUPS = 16  # vLLM's largest models have ten
 MOST_HELD = MOST_VALUES  # entries in the block tables of all requests together
 
 SNAPSHOT: dict[str, Bound] = {
@@ -139,6 +141,7 @@ def snapshot(value: Any) -> dict[str, Any]:
             _need(0 < block < size and BLOCKS[name].fits(item), f"{name!r} of block {block:,} is not valid")
     _tree(value)
     _requests(value)
+    _groups(value)
     if "free" in value:  # older versions did not write the order of the free blocks
         _free(value)
     if "waste" in value:
@@ -147,12 +150,40 @@ def snapshot(value: Any) -> dict[str, Any]:
     return value
 
 
+def _groups(value: dict[str, Any]) -> None:
+    """Checks the side groups: each page is free, idle or held, and what is kept is kept for blocks of the tree."""
+    groups = value.get("groups", [])
+    _need(type(groups) is list and len(groups) <= MOST_GROUPS, f"it has more than {MOST_GROUPS} side groups")
+    requests = value["requests"].items()
+    sides = {id: request.get("side", []) for id, request in requests}
+    for id, side in sides.items():
+        _need(len(side) == len(groups), f"r{id} has pages of {len(side)} side groups, not of {len(groups)}")
+    in_tree = {block for node in value["nodes"].values() for block in node["blocks"]}
+    for i, group in enumerate(groups):
+        what = f"side group {i}"
+        _fields(what, group, GROUP | {"idle": blocks, "kept": rows(positive, positive), "free": Bound(_is_runs)})
+        size = group["num_blocks"]
+        _need(1 < size <= MOST_BLOCKS, f"{what} has {size - 1:,} pages; a trace may have 1 to {MOST_BLOCKS - 1:,}")
+        _need(number_of(group["free"]) < size, f"{what} has more free pages than pages")
+        held = [page for side in sides.values() for _, page in side[i]]
+        kept, of = {page for _, page in group["kept"]}, {block for block, _ in group["kept"]}
+        _need(len(of) == len(kept) == len(group["kept"]), f"{what} keeps a page twice")
+        _need(of <= in_tree, f"{what} keeps a page for a block outside the tree")
+        _need(max([*held, *kept], default=0) < size, f"a page of {what} is not in its pool")
+        faults = SidePool.from_snapshot(group, held).check(held)
+        _need(not (fault := next(faults, "")), fault)
+
+
+def _is_runs(value: Any) -> bool:
+    """Returns True for a list of blocks and of pairs of blocks."""
+    return type(value) is list and all(
+        blocks.fits(run) and len(run) == 2 if type(run) is list else blocks.fits([run]) for run in value
+    )
+
+
 def _free(value: dict[str, Any]) -> None:
     runs = value["free"]
-    is_list = type(runs) is list and all(
-        blocks.fits(run) and len(run) == 2 if type(run) is list else blocks.fits([run]) for run in runs
-    )
-    _need(is_list, "'free' of the snapshot is not a list of blocks and of pairs of blocks")
+    _need(_is_runs(runs), "'free' of the snapshot is not a list of blocks and of pairs of blocks")
     tables = (item["blocks"] for item in value["nodes"].values()), (r["table"] for r in value["requests"].values())
     free = set(range(1, value["num_blocks"])).difference(*tables[0], *tables[1], *value.get("copies", {}).values())
     is_same = number_of(runs) == len(free) and free == set(blocks_of(runs))  # a wrong number is not unpacked

@@ -3,7 +3,9 @@ device that reads what each layer would read."""
 
 from __future__ import annotations
 
+import json
 import random
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,11 @@ from engine.core.engine import Engine
 from engine.core.request import Request
 from engine.core.scheduler import SchedulerConfig
 from engine.params import SamplingParams
+from engine.trace.kind import kind_of
 from engine.trace.side_pool import SideGroup
 from engine.trace.state import State
+from minitui.trace import check
+from minitui.trace.follow import Follower
 from tests.support.simulation import SimulatedRunner, alone, simulated
 
 PARAMS = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
@@ -150,3 +155,59 @@ def test_without_side_groups_nothing_is_planned_for_them() -> None:
     scheduled = engine.scheduler.plan()
     assert scheduled is not None and scheduled.plan.segments is None and scheduled.plan.window_tables == []
     assert "groups" not in engine.snapshot()
+
+
+def damaged(snapshot: dict[str, Any], path: list[Any], value: Any) -> dict[str, Any]:
+    copy = json.loads(json.dumps(snapshot))
+    *outer, last = path
+    at = copy
+    for key in outer:
+        at = at[key]
+    at[last] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "fault"),
+    [
+        (["groups"], [], "has pages of 2 side groups, not of 0"),
+        (["groups", 0, "kind"], "magic", "'kind' of side group 0"),
+        (["groups", 0, "free"], [[1, 1000]], "more free pages than pages"),
+        (["groups", 0, "free"], [], "free or idle"),
+        (["groups", 0, "idle"], [1], "free or idle"),
+        (["groups", 0, "kept"], [[190, 1]], "outside the tree"),
+        (["groups", 1, "num_blocks"], 2, "not in its pool"),
+        (["groups", 1, "kept", 0, 1], 1.5, "'kept' of side group 1"),
+        (["requests", "2", "side"], [[[0, 1]]], "has pages of 1 side groups"),
+        (["requests", "2", "side", 1, 0, 1], 5, "side group|free or idle|holders"),
+    ],
+)
+def test_a_snapshot_whose_side_groups_do_not_agree_is_refused(path: list[Any], value: Any, fault: str) -> None:
+    engine = make_engine(window(8, 12), states(6), checkpoint_interval=16)
+    ask(engine, list(range(11)))
+    engine.add_request([*range(11), *range(11)], PARAMS)
+    engine.step()
+    snapshot = json.loads(json.dumps(engine.snapshot()))
+    with pytest.raises(ValueError, match=fault):
+        check.snapshot(damaged(snapshot, path, value))
+    assert State.from_snapshot(check.snapshot(snapshot)).snapshot() == engine.snapshot()
+
+
+@pytest.mark.parametrize("kind", ["take", "borrow", "drop", "keep", "lose"])
+def test_an_impossible_record_of_a_side_group_is_refused(kind: str) -> None:
+    engine = make_engine(window(8, 12), states(3), checkpoint_interval=16)
+    state = State.from_snapshot(engine.snapshot())
+    for ids in (range(11), range(11), range(20, 40)):
+        engine.add_request(list(ids), PARAMS)
+        run(engine)
+    follower, refused = Follower(state), False
+    for record in engine.log.drain():
+        if kind_of(record) == kind and not refused:
+            head = record[: 4 if kind == "lose" else 5]
+            wrong = [(7, 9)] if kind in ("take", "borrow", "keep") else [7]
+            for broken in ((*head, wrong, *record[len(head) + 1 :]), (*record[:3], 2, *record[4:])):
+                with pytest.raises(ValueError, match="impossible"):
+                    Follower(state.copy()).take(broken)
+            refused = True
+        follower.take(record)
+    assert refused and follower.state.snapshot() == engine.snapshot()
