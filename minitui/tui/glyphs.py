@@ -15,8 +15,8 @@ class Glyphs:
     """One glyph for each meaning. The ASCII set is for terminals and fonts that lack the Unicode glyphs."""
 
     free: str = _glyph("·", ".")
-    cached: str = _glyph("░", "o")
-    shared: str = _glyph("▓", "S")
+    cached: str = _glyph("○", "o")
+    shared: str = _glyph("●", "S")
     active: str = _glyph("█", "#")
     filling: str = _glyph("▄", "+")
     unused: str = _glyph("╱", "/")  # unused budget

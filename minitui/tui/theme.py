@@ -5,7 +5,7 @@ colour, and a background (optional). Widgets build rows of `(text, style)`. `Pal
 words, once per theme.
 
 A block that has just changed has a bright colour, which then becomes muted: a block that becomes active is drawn in
-`active-glow`, then in `active-warm`, then in `active`.
+`active-glow`, then in `active-warm`, then in `active`. A selected block keeps its hue and is drawn in `active-lit`.
 """
 
 from __future__ import annotations
@@ -33,42 +33,61 @@ _COLOURS = {
     "running": ("#f2b134", "#8a5a00", "#ffc53d"),
     "waiting": ("#b9a36b", "#75622c", "#e6d59a"),
     "hit": ("#6cc0f5", "#0a6aa8", "#7fd0ff"),
+    "host": ("#4fc4c4", "#00707a", "#6fe6e6"),  # what the host does in a step
+    "draft": ("#b3a4f5", "#5a4fb0", "#c8bcff"),  # drafts, and the tokens that they gain
     "pool": ("#e59ac4", "#a2457c", "#ffa8da"),
     "step": ("#c9d1d9", "#4a525c", "#ffffff"),
     "bad": ("#ff7b72", "#b3261e", "#ff9a93"),
     "good": ("#34b58c", "#00795a", "#2fe0a4"),
     "on-fill": ("#0b0d11", "#ffffff", "#000000"),  # for text on a background in one of the colours above
-    # blocks: not changed; just changed (glow); changed a short time ago (warm)
-    "free": ("#49515c", "#a6abb2", "#6f7884"),
+    # blocks: not changed; just changed (glow). Each has a contrast of 3 or more to the ground, and of 4.5 to `on-fill`.
+    # All that is cached is blue: `hit` as ink, `cached` as fill. No other colour of a panel is blue.
+    "free": ("#606975", "#878f98", "#6c7580"),
     "free-glow": ("#c9d1d9", "#1b1f24", "#ffffff"),
-    "free-warm": ("#8b949e", "#6c747e", "#c6ccd4"),
-    "cached": ("#2f6d9d", "#5496c4", "#3d93d1"),
-    "cached-glow": ("#7cccff", "#005a8f", "#a5deff"),
-    "cached-warm": ("#4a97cb", "#2f86bd", "#6cb8ec"),
-    "shared": ("#9c5a88", "#b95a93", "#d583b5"),
-    "shared-glow": ("#ffa6d8", "#8f1f66", "#ffc2e5"),
-    "shared-warm": ("#c97bab", "#b3508c", "#e89ac8"),
-    "active": ("#976c10", "#bd8214", "#c98f1b"),
-    "active-glow": ("#ffc04a", "#8a5a00", "#ffd67a"),
-    "active-warm": ("#cc9428", "#a87210", "#efb23f"),
+    "cached": ("#3a86ca", "#2f75ab", "#3585d0"),
+    "cached-glow": ("#8ad3ff", "#0a4670", "#a5deff"),
+    "shared": ("#d081bb", "#8a3a70", "#e594c6"),
+    "shared-glow": ("#ffc4ea", "#5a0f42", "#ffd0ee"),
+    "active": ("#ac7709", "#94620a", "#bd8410"),
+    "active-glow": ("#ffc653", "#5e3b00", "#ffd67a"),
     # backgrounds of the chips in the block table
     "cached-chip": ("#1c4463", "#d8eaf7", "#0e3f66"),
     "shared-chip": ("#5d3a51", "#f6dfec", "#632f50"),
     "active-chip": ("#59410f", "#fae8c2", "#5c4000"),
     "empty-chip": ("#1d232b", "#eceae6", "#22272e"),
-    # eight owners of blocks
-    "owner-0": ("#56b4e9", "#0a6aa8", "#6fc6ff"),
-    "owner-1": ("#e69f00", "#8a5a00", "#ffb52e"),
-    "owner-2": ("#2fb48a", "#00795a", "#2fe0a4"),
-    "owner-3": ("#d886b4", "#a2457c", "#ffa8da"),
-    "owner-4": ("#f0e442", "#6b6300", "#fff04d"),
+    # eight owners of blocks: the colours of chats
+    "owner-0": ("#e69f00", "#8a5a00", "#ffb52e"),
+    "owner-1": ("#2fb48a", "#00795a", "#2fe0a4"),
+    "owner-2": ("#d886b4", "#a2457c", "#ffa8da"),
+    "owner-3": ("#f0e442", "#6b6300", "#fff04d"),
+    "owner-4": ("#b3a4f5", "#5a4fb0", "#c8bcff"),
     "owner-5": ("#ef7f3d", "#b04a00", "#ff8b3d"),
-    "owner-6": ("#7c9cf0", "#3f52b5", "#a4b8ff"),
+    "owner-6": ("#4fc4c4", "#00707a", "#6fe6e6"),
     "owner-7": ("#b8c0ca", "#4a525c", "#ffffff"),
 }
 
 OWNER_COLOURS = 8
 SEGMENTS_KEPT = 8192
+STATES = ("free", "active", "shared", "cached")
+HEAT = 6  # the colours of ages: heat-0 has just changed
+
+
+def _mixed(one: str, other: str, share: float) -> str:
+    """Returns a colour between two, with this share of the other."""
+    pairs = ((int(one[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(a + share * (b - a)):02x}" for a, b in pairs)
+
+
+def _with_derived(colours: dict[str, str]) -> dict[str, str]:
+    """Returns the colours of a theme, with those between a state and its glow (`warm`), of ages (`heat-0` to `heat-5`),
+    and of selected blocks (`lit`), which are near the colour of the text."""
+    for state in STATES:
+        colours[f"{state}-warm"] = _mixed(colours[state], colours[f"{state}-glow"], 0.5)
+    for i in range(HEAT):
+        colours[f"heat-{i}"] = _mixed(colours["active-glow"], colours["dim"], i / (HEAT - 1))
+    for fill in [*STATES, "shared-glow", *(name for name in colours if name.startswith(("owner-", "heat-")))]:
+        colours[f"{fill}-lit"] = _mixed(colours.get(f"{fill}-glow", colours[fill]), colours["ink"], 0.15)
+    return colours
 
 
 def _theme(name: str, colours: dict[str, str]) -> Theme:
@@ -90,7 +109,7 @@ def _theme(name: str, colours: dict[str, str]) -> Theme:
 
 
 COLOURS: dict[str, dict[str, str]] = {
-    f"minitui-{theme}": {name: colours[column] for name, colours in _COLOURS.items()}
+    f"minitui-{theme}": _with_derived({name: colours[column] for name, colours in _COLOURS.items()})
     for column, theme in enumerate(("dark", "light", "projector"))
 }
 THEMES = [_theme(name, colours) for name, colours in COLOURS.items()]

@@ -161,7 +161,7 @@ def test_the_map_of_a_lesson_has_the_number_of_each_block(width: int) -> None:
     _, view = stress_view(Load(blocks=40, chats=6, rows=6, budget=48), 2.0, 20)
     total = view.moment.shown.total
     rows = drawn(NumberedBlocks(), view, width, 30)
-    cells = re.findall(r"[·░▓█▄](\d+)", "\n".join(rows))
+    cells = re.findall(r"[·○●█▄](\d+)", "\n".join(rows))
     assert [int(number) for number in cells] == list(range(1, total + 1))
     _, ruler, line = drawn(NumberedBlocks(), view, width, 3)
     assert [line.index(mark) for mark in line[:1]] == [0] and not re.search(r"\d", line), "no room for numbers in cells"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from colorsys import rgb_to_hls
 from dataclasses import replace
 from itertools import combinations
 
@@ -181,8 +182,8 @@ def drawn_triangle(start, queries, width, height):
 
 def test_attention_is_a_triangle_and_after_a_cached_prefix_a_rectangle_with_a_slanted_end():
     assert drawn_triangle(0, 4, 40, 9) == ["█···", "██··", "███·", "████"]
-    assert drawn_triangle(5, 3, 40, 9) == ["░░░░░█··", "░░░░░██·", "░░░░░███"]
-    assert drawn_triangle(20, 1, 40, 9) == ["░" * 20 + "█"], "a decode step has one query"
+    assert drawn_triangle(5, 3, 40, 9) == ["○○○○○█··", "○○○○○██·", "○○○○○███"]
+    assert drawn_triangle(20, 1, 40, 9) == ["○" * 20 + "█"], "a decode step has one query"
     rows, per_row, per_cell = triangle(112, 14, 70, 7)
     assert (len(rows), per_row, per_cell) == (7, 2, 2) and {len(row) for row in rows} == {63}
     assert ["".join(mark for mark, _ in row).count("█") for row in rows] == [1, 2, 3, 4, 5, 6, 7]
@@ -213,7 +214,7 @@ def test_a_key_that_is_read_has_its_slot_and_its_block_lights_up():
     assert f"table[1] = {table[1]}" in text and f"{table[1]} * {size} + 3 = {read.slot}" in text
     lit = BlockMap().picture(view, 80, 12).rows
     styles = {style for row in lit for _, style in row} - {style for row in plain_map for _, style in row}
-    assert styles == {"on-fill on accent", "accent on select"}, "the block that is read, and those read before it"
+    assert styles == {"active on ink", "underline active-lit"}, "the block that is read, and those read before it"
     for width, height in SHAPES:
         rows = KeySlot().drawn(view, width, height)
         assert [sum(cells(text) for text, _ in row) for row in rows] == [width] * height
@@ -326,8 +327,8 @@ async def test_without_colour_no_meaning_is_lost(monkeypatch):
         app.tick()
         await pilot.pause()
         strips = app.screen._compositor.render_strips()
-        seen = {glyph for strip in strips for glyph in strip.text if glyph in "·░▓█"}
-        assert {"·", "░"} <= seen
+        seen = {glyph for strip in strips for glyph in strip.text if glyph in "·○●█"}
+        assert {"·", "○"} <= seen
         for strip in strips:
             for segment in strip:
                 colour = segment.style.color.triplet if segment.style and segment.style.color else None
@@ -385,10 +386,10 @@ def test_each_cell_of_the_map_is_the_state_of_its_block(load, size):
             assert g.block_at(start, y * apart) == block
             allocator = stress.cache.allocator
             holders = allocator.holders(block)
-            glyph = "▓" if holders > 1 else "█" if holders else "░" if allocator.in_tree(block) else "·"
+            glyph = "●" if holders > 1 else "█" if holders else "○" if allocator.in_tree(block) else "·"
             if block in filling and holders == 1:
                 glyph = "▄"
-            assert cell == glyph * g.cell, f"block {block}"
+            assert cell == (glyph * g.cell if glyph in "█▄" else glyph.ljust(g.cell)), f"block {block}"
             seen.add(glyph)
     assert len(seen) >= 4
 
@@ -401,7 +402,7 @@ def test_with_more_blocks_than_cells_a_cell_shows_the_majority():
     assert g.k > 1
     assert f"1 cell = {g.k} blocks" in widget.picture(view, 40, 8).title
     head = len(rows) - g.rows
-    glyphs = {FREE: "·", ACTIVE: "█", SHARED: "▓", CACHED: "░"}
+    glyphs = {FREE: "·", ACTIVE: "█", SHARED: "●", CACHED: "○"}
     codes = view.moment.shown.codes[1:].tolist()
     for cell in range(g.cells):
         inside = codes[cell * g.k : (cell + 1) * g.k]
@@ -421,7 +422,8 @@ def test_a_large_pool_that_is_hardly_used_shows_the_part_that_is():
     assert f"first {g.blocks:,} of 4,096, the others are free" in widget.picture(view, 72, 12).title
     below_the_bar = "".join(rows[1:])
     in_use = 4096 - allocator.num_free
-    assert sum(below_the_bar.count(glyph) for glyph in "░▓█▄") == in_use * g.cell
+    shown = sum(below_the_bar.count(glyph) / (g.cell if glyph in "█▄" else 1) for glyph in "○●█▄")
+    assert shown == in_use
 
 
 def test_44_000_blocks_2_000_nodes_and_256_requests_are_shown_truly():
@@ -436,7 +438,7 @@ def test_44_000_blocks_2_000_nodes_and_256_requests_are_shown_truly():
     g = widget.grid
     assert g.blocks == 44_000 and g.cells <= 90 * 20
     head = len(rows) - g.rows
-    glyphs = "·█▓░"
+    glyphs = "·█●○"
     for cell in range(0, g.cells, 7):
         inside = [
             SHARED if allocator.holders(b) > 1 else ACTIVE if allocator.holders(b) else
@@ -484,7 +486,7 @@ def test_each_way_to_colour_has_glyphs_that_say_it_without_colour(mode):
         holders = allocator.holders(block)
         if mode == "refcount":
             expected = min(holders, 9) if holders else None
-            assert glyph == (str(expected) if expected else "░" if allocator.in_tree(block) else "·")
+            assert glyph == (str(expected) if expected else "○" if allocator.in_tree(block) else "·")
         elif mode == "owner" and holders == 1:
             owner = next(r.id for r in stress.scheduler.requests.values() if block in r.table)
             assert glyph == names[owner]
@@ -1089,7 +1091,7 @@ def test_one_glyph_for_every_meaning_and_an_ascii_one_too():
         for names in (states, lanes, tree):
             for a, b in combinations(names, 2):
                 assert getattr(either, a) != getattr(either, b), (a, b)
-    assert "".join(getattr(UNICODE, name) for name in states) == "·░▓█▄"
+    assert "".join(getattr(UNICODE, name) for name in states) == "·○●█▄"
     assert "".join(getattr(ASCII, name) for name in states) == ".oS#+"
     assert all(getattr(ASCII, name).isascii() for name in ASCII.__slots__)
 
@@ -1122,14 +1124,55 @@ def test_states_stay_apart_for_colour_blind_eyes(name, deficiency):
         for a, b in combinations(group, 2):
             one, other = seen_as(colours[a], matrix), seen_as(colours[b], matrix)
             distance = sum((p - q) ** 2 for p, q in zip(one, other, strict=True)) ** 0.5
-            assert distance >= 10, f"{a} and {b} are {distance:.1f} apart"
+            assert distance >= (14 if "free" in group else 10), f"{a} and {b} are {distance:.1f} apart"
 
 
 def test_blocks_stand_out_from_the_ground():
+    """Each cell of the map has a contrast of 3 or more to the ground, and its sign has it to the cell."""
+    _, view = stress_view(TIGHT, 3.0, 30)
     for name, colours in COLOURS.items():
+        for colouring in COLOURINGS.values():
+            layer = colouring(view)
+            for glyph, style in [*layer.looks, *(run for entry in layer.legend for run in entry[:1])]:
+                assert not set(glyph) & set("░▒▓"), "dithering takes most of the contrast"
+                for suffix in ("", "-lit", *(("-glow", "-warm") if layer.glows else ())):
+                    ink, fill, *_ = Palette.parts(style + suffix)
+                    whole = colours[ink if fill == "ground" else fill]
+                    assert contrast(whole, colours["ground"]) >= 3, f"{name}: {style}{suffix}"
+                    if fill != "ground":
+                        assert contrast(colours[ink], whole) >= 3, f"{name}: the sign on {style}{suffix}"
         for state in ("cached", "shared", "active"):
-            assert contrast(colours[state], colours["ground"]) >= 3, f"{name}: {state}"
-            assert contrast(colours[f"{state}-glow"], colours[state]) >= 1.5, f"{name}: {state} must glow"
+            for brighter in ("glow", "lit"):
+                assert contrast(colours[f"{state}-{brighter}"], colours[state]) >= 1.5, f"{name}: {state} must glow"
+
+
+def test_blue_is_for_what_is_cached():
+    for name, colours in COLOURS.items():
+        for meaning, colour in colours.items():
+            red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+            hue, lightness, saturation = rgb_to_hls(red, green, blue)
+            if 195 <= 360 * hue <= 235 and saturation > 0.3 and 0.2 < lightness < 0.9:
+                assert meaning.split("-")[0] in ("cached", "hit", "select", "accent"), f"{name}: {meaning} is blue"
+
+
+@pytest.mark.parametrize("mode", COLOURINGS)
+def test_a_selection_changes_no_hue(mode):
+    """A selected cell is brighter and underlined; its state, owner or age remains visible."""
+    _, view = stress_view(TIGHT, 3.0, 30)
+
+    def hues() -> tuple[list[list[str]], list[tuple[str, str]]]:
+        panel = BlockMap()
+        panel.mode = mode
+        rows = panel.picture(view, 60, 14).rows
+        cells = [(letter, style) for row in rows for text, style in row for letter in text]
+        return [[letter, re.sub("^underline |-(glow|warm|lit)$", "", style)] for letter, style in cells], cells
+
+    plain_hues, _ = hues()
+    view.select("request", view.subject())
+    lit_hues, lit = hues()
+    assert plain_hues == lit_hues
+    marked = [style for _, style in lit if style.startswith("underline ")]
+    assert marked and all(style.endswith("-lit") for style in marked)
 
 
 def test_every_theme_has_every_colour():

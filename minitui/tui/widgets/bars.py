@@ -125,7 +125,7 @@ class TopBar(Bar):
     def picture(self, view: View, width: int, height: int) -> Picture:
         row = Row(NAME, "bold ink")
         for mode, label in self.app.TABS:
-            row.add(f" {label} ", "bold on-fill on hit" if self.app.current_mode == mode else "dim")
+            row.add(f" {label} ", "bold on-fill on ink" if self.app.current_mode == mode else "dim")
         flags = self._flags(view)
         room = width - row.width - sum(len(text) for text, _ in flags) - 2
         about = describe_engine(self.app.source.info, room - 3)

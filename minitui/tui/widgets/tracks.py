@@ -22,11 +22,11 @@ UNKNOWN = "unknown"  # a device that does not report its time
 STEP = "step"  # the time between two arrivals
 KERNELS, PAUSES = "kernels", "pauses"  # a device without, and with pauses between the kernels of a step
 STYLES = {
-    "commit": "hit", "emit": "pool", "gate": "waiting", "plan": "running", "launch": "owner-6", "wait": "dim",
+    "commit": "host", "emit": "pool", "gate": "waiting", "plan": "running", "launch": "draft", "wait": "dim",
     LAUNCH_OR_WAIT: "dim", NOT_REPORTED: "dim",
     "idle": "dim", "gc": "bad", "delayed": "bad", "stop": "bad", "decode": "decode",
     "mixed": "prefill", "prefill": "prefill", "queued": "dim", "preempted": "bad", "finished": "good",
-    "drafts": "hit", "stall": "bad", UNKNOWN: "dim", PERHAPS: "dim", STEP: "faint", KERNELS: "decode",
+    "drafts": "draft", "stall": "bad", UNKNOWN: "dim", PERHAPS: "dim", STEP: "faint", KERNELS: "decode",
     PAUSES: "prefill",
 }  # fmt: skip
 PLAIN = ("dim", "faint")  # labels in these colours are drawn without a background

@@ -48,9 +48,10 @@ ORDER = (ACTIVE, SHARED, CACHED, FREE)
 MIN_BAR = 8  # cells
 
 
-def glyph(code: int) -> str:
-    """Returns the glyph of a block state."""
-    return getattr(glyphs(), STATE_NAMES[code])
+def look(code: int) -> Run:
+    """Returns the sign of a block state and its style: cached and shared blocks have a sign on a solid fill."""
+    name = STATE_NAMES[code]
+    return getattr(glyphs(), name), f"on-fill on {name}" if code in (SHARED, CACHED) else name
 
 
 def shares(counts: tuple[int, int, int, int], width: int) -> dict[int, int]:
@@ -76,15 +77,13 @@ def shares(counts: tuple[int, int, int, int], width: int) -> dict[int, int]:
 def bar(shown: AnnotatedState, width: int) -> list[Run]:
     """Returns a bar of `width` cells with four parts: active, shared, cached, free."""
     cells = shares(shown.counts, width)
-    return [(glyph(code) * cells[code], STATE_NAMES[code]) for code in ORDER if cells[code]]
+    looks = {code: look(code) for code in ORDER if cells[code]}
+    return [(sign * cells[code], style) for code, (sign, style) in looks.items()]
 
 
 def entries(shown: AnnotatedState) -> list[list[Run]]:
     """Returns an entry for each state: its glyph, its name and its number of blocks."""
-    return [
-        [(glyph(code), STATE_NAMES[code]), (f" {STATE_NAMES[code]} ", "dim"), (f"{shown.counts[code]:,}", "ink")]
-        for code in ORDER
-    ]
+    return [[look(code), (f" {STATE_NAMES[code]} ", "dim"), (f"{shown.counts[code]:,}", "ink")] for code in ORDER]
 
 
 def legend(shown: AnnotatedState) -> list[Run]:
@@ -152,6 +151,6 @@ class Occupancy(LinePanel, can_focus=False):
         if room < MIN_BAR:  # leave out the names
             words = Row(" ")
             for code in ORDER:
-                words.add(glyph(code), STATE_NAMES[code]).add(f" {shown.counts[code]:,} ")
+                words.add(*look(code)).add(f" {shown.counts[code]:,} ")
             room = max(4, width - head.width - words.width)
         return Picture([head.extend(bar(shown, room)).extend(words.runs).done(width), waste(view, width).done(width)])

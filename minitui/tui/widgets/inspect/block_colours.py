@@ -9,10 +9,9 @@ import numpy as np
 
 from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from minitui.tui.glyphs import glyphs
-from minitui.tui.theme import OWNER_COLOURS
+from minitui.tui.theme import HEAT, OWNER_COLOURS
 from minitui.tui.widgets.chat import occupancy
 from minitui.tui.widgets.rows import Run, runs_width
-from minitui.viewmodel.state.annotated_state import STATE_NAMES
 from minitui.viewmodel.view import View
 
 FILLING = 4  # code of an active block with free places for tokens; the other codes are in engine.trace.views
@@ -32,7 +31,7 @@ class Layer:
 
 def by_state(view: View) -> Layer:
     shown = view.moment.shown
-    looks = [(occupancy.glyph(code), STATE_NAMES[code]) for code in (FREE, ACTIVE, SHARED, CACHED)]
+    looks = [occupancy.look(code) for code in (FREE, ACTIVE, SHARED, CACHED)]
     looks.append((glyphs().filling, "active"))
     return Layer(shown.codes, looks, occupancy.entries(shown), glows=True)
 
@@ -56,17 +55,17 @@ def by_owner(view: View) -> Layer:
     owner = np.full(shown.state.num_blocks, -1, np.int64)
     owner[blocks] = of
     owner[blocks[owner[blocks] != of]] = -2  # held by several groups
-    g = glyphs()
-    looks = [(g.free, "free"), (g.cached, "cached"), (g.shared, "shared")]
+    free, cached, shared = map(occupancy.look, (FREE, CACHED, SHARED))
+    looks = [free, cached, shared]
     letters = [_letter(view.texts.group_name(group), i) for group, i in groups.items()]
-    looks += [(letter, f"owner-{i % OWNER_COLOURS}") for i, letter in enumerate(letters)]
+    looks += [(letter, f"on-fill on owner-{i % OWNER_COLOURS}") for i, letter in enumerate(letters)]
     codes = np.where(owner >= 0, owner + 3, np.where(owner == -2, 2, np.where(shown.node_of > 0, 1, 0)))
-    legend = [_entry(g.shared, "shared", "several"), _entry(g.cached, "cached", "cached"), _free()]
+    legend = [_entry(*shared, "several"), _entry(*cached, "cached"), _free()]
     for group, i in groups.items():
         name = view.texts.group_name(group)
         # The letter already shows the number in the name.
         named = name.removeprefix("#").removeprefix(letters[i] + " ")[:16].rstrip()
-        legend.append(_entry(letters[i], f"owner-{i % OWNER_COLOURS}", named or "no name"))
+        legend.append(_entry(letters[i], f"on-fill on owner-{i % OWNER_COLOURS}", named or "no name"))
     return Layer(codes, looks, legend)
 
 
@@ -74,22 +73,22 @@ def by_age(view: View) -> Layer:
     shown = view.moment.shown
     older = np.searchsorted(np.array(AGES), view.moment.picture_now - shown.changed)
     codes = np.where(shown.codes == FREE, 0, older + 1)
-    shades = ("active-glow", "active-warm", "active", "shared", "cached", "dim")
-    looks = [(glyphs().free, "free")] + [(DIGITS[i], shades[i]) for i in range(len(AGES) + 1)]
+    ages = [(DIGITS[i], f"on-fill on heat-{i}") for i in range(HEAT)]
     words = ("changed <1 s ago", "<5 s", "<15 s", "<1 min", "<5 min", "longer ago")
-    return Layer(codes, looks, [*(_entry(DIGITS[i], shades[i], word) for i, word in enumerate(words)), _free()])
+    legend = [*(_entry(*age, word) for age, word in zip(ages, words, strict=True)), _free()]
+    return Layer(codes, [_free()[0], *ages], legend)
 
 
 def by_refs(view: View) -> Layer:
     shown = view.moment.shown
     holders = shown.holders
-    g = glyphs()
+    free, cached = occupancy.look(FREE), occupancy.look(CACHED)
+    one, several, many = (f"on-fill on {fill}" for fill in ("active", "shared", "shared-glow"))
     codes = np.where(holders > 0, np.minimum(holders, 10) + 1, np.where(shown.node_of > 0, 1, 0))
-    looks = [(g.free, "free"), (g.cached, "cached"), ("1", "active")]
-    looks += [(DIGITS[i], "shared-glow") for i in range(2, 10)] + [("+", "shared-glow")]
+    looks = [free, cached, ("1", one), *((DIGITS[i], several) for i in range(2, 10)), ("+", many)]
     legend = [
-        _entry("1", "active", "held by one request"), _entry("2-9", "shared-glow", "by 2 to 9"),
-        _entry("+", "shared-glow", "by ten or more"), _entry(g.cached, "cached", "by none: cached"), _free(),
+        _entry("1", one, "held by one request"), _entry("2-9", several, "by 2 to 9"),
+        _entry("+", many, "by ten or more"), _entry(*cached, "by none: cached"), _free(),
     ]  # fmt: skip
     return Layer(codes, looks, legend)
 
@@ -110,7 +109,7 @@ def _entry(glyph: str, style: str, word: str) -> list[Run]:
 
 
 def _free() -> list[Run]:
-    return _entry(glyphs().free, "free", "free")
+    return _entry(*occupancy.look(FREE), "free")
 
 
 def lay_out(entries: list[list[Run]], width: int, frame: int) -> tuple[list[Run], list[Run]]:

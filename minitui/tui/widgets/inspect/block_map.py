@@ -331,15 +331,16 @@ def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int, 
             break
         glyph, style = looks[value >> 3]
         glow = (value >> 1) & 3
+        solid = style == "active"  # the glyph fills the cell
         if glow == 3:
-            style = "on-fill on accent"
+            glyph = glyphs().finished if solid else glyph
+            style, solid = f"{style.split()[-1]} on ink", False
         elif value & 1:
-            style = "accent on select"
+            style = f"underline {style}-lit"
         elif glow:
             style += "-glow" if glow == 2 else "-warm"
         if g.gap:
-            # A digit stands once in a wide cell: "33" would read as thirty-three.
-            cell = glyph.ljust(g.cell) if glyph.isdigit() else glyph * g.cell
+            cell = glyph * g.cell if solid else glyph.ljust(g.cell)
             for at in range(start, end):
                 if g.digits:
                     cell = f"{glyph}{first + at}".ljust(g.cell)

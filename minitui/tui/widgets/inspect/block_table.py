@@ -69,8 +69,8 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
         self._heading = len(head)
         rows = [*head, *self._chips(view, request.table, computed, size, width, height - len(head))]
         key = legend(
-            ("number", "ink on shared-chip", f"held by {glyphs().times}n"),
-            ("number", "ink on active-chip", "private"),
+            ("number", "on-fill on shared", f"held by {glyphs().times}n"),
+            ("number", "on-fill on active", "private"),
             (f"n/{size}", "ink", "tokens in the last block"),
         )
         return Picture(rows, title=title, note=note, legend=key)
@@ -96,7 +96,7 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
         self._heading = len(head)
         rows = [*head, *self._chips(view, last.table, last.computed, size, width, height - len(head), fates)]
         key = legend(
-            ("number", "ink on cached-chip", "cached"), ("number", "ink on shared-chip", "in use"),
+            ("number", "on-fill on cached", "cached"), ("number", "on-fill on shared", "in use"),
             ("number", "dim", "freed"),
         )  # fmt: skip
         return Picture(rows, title="Block table · at finish", legend=key)
@@ -138,16 +138,16 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
                     continue
                 block = table[index]
                 held = view.moment.shown.state.holders[block]
-                style = f"ink on {'shared' if held > 1 else 'active'}-chip"
+                style = f"on-fill on {'shared' if held > 1 else 'active'}"
                 if fates is not None:
                     held = held if fates[index] == "held" else 0
-                    style = {"cached": "ink on cached-chip", "held": "ink on shared-chip"}.get(fates[index], "dim")
+                    style = {"cached": "on-fill on cached", "held": "on-fill on shared"}.get(fates[index], "dim")
                 elif view.moment.glow_of(float(view.moment.shown.changed[block])) == 2:
-                    style = "bold " + style
+                    style = f"bold {style}-glow"
                 self._places.append((lines, range(at, at + chip), block))
                 here = block == chosen
                 logical.to(at).add(str(index).rjust(chip - 2), "accent" if here else "dim")
-                chips.to(at).add(f"{block} ".rjust(chip - 1), "on-fill on accent" if here else style)
+                chips.to(at).add(f"{block} ".rjust(chip - 1), f"bold underline {style}" if here else style)
                 filled = min(size, max(0, computed - index * size))
                 if filled < size:
                     holders.to(at).add(f"{filled}/{size}".rjust(chip - 2), "ink")

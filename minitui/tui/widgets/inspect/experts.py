@@ -79,7 +79,7 @@ the most work.""")
     def _legend(self) -> list[Run]:
         g = glyphs()
         return legend(
-            (g.free, "faint", "none"), (g.spark[MEAN - 2], "dim", "half"), (g.spark[MEAN], "hit", "the mean"),
+            (g.free, "faint", "none"), (g.spark[MEAN - 2], "dim", "half"), (g.spark[MEAN], "host", "the mean"),
             (g.spark[MEAN + 2], "prefill", "twice"),
         )  # fmt: skip
 
@@ -96,7 +96,7 @@ the most work.""")
             if value == 0:
                 row.add(g.free * wide, "faint")
             else:
-                row.add(g.spark[level] * wide, "prefill" if value >= HOT else "dim" if value <= COLD else "hit")
+                row.add(g.spark[level] * wide, "prefill" if value >= HOT else "dim" if value <= COLD else "host")
         return row.right(f"{g.times}{relative.max():.1f}", width, "ink" if chosen else "dim").done(width)
 
     def _named(self, load: ExpertLoad, width: int) -> Runs:

@@ -23,7 +23,7 @@ from minitui.viewmodel.view import View
 SPAN_SECONDS = 10.0
 STEPS_PER_COLUMN = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 STYLES = {
-    NOTHING: "ink", QUEUED: "dim", DECODING: "decode", GAINING: "hit", PREFILLING: "prefill", FINISHED: "good",
+    NOTHING: "ink", QUEUED: "dim", DECODING: "decode", GAINING: "draft", PREFILLING: "prefill", FINISHED: "good",
     PREEMPTED: "bad",
 }  # fmt: skip
 WORDS = {
@@ -95,7 +95,7 @@ these two, the label names that request.""")
         left_out = -1 if any(lanes[id].preemptions for slot in self.rows.slots for id in slot) else PREEMPTED
         entries = [(marks[code], STYLES[code], word) for code, word in WORDS.items() if code != left_out]
         if any(lane.gains for lane in view.history.lanes.active.values()):
-            entries.append((glyphs().gaining, "hit", "drafts accepted"))
+            entries.append((glyphs().gaining, "draft", "drafts accepted"))
         if any(len(slot) > 1 for slot in self.rows.slots):
             with_note = legend(("+2", "ink", "2 finished before"), *entries)
             if runs_width(with_note) <= width - 4:

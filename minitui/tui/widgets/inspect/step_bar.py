@@ -73,7 +73,7 @@ class StepBar(LinePanel, can_focus=False):
         entries = [(full, "decode", "decode"), (glyphs().prefill, "prefill", "prefill")]
         entries.append((unused, "faint", "unused budget"))
         if row.drafted if row is not None else view.last_frame.drafted:
-            entries += [(full, "hit", "accepted"), (full, "waiting", "rejected drafts")]
+            entries += [(full, "draft", "accepted"), (full, "waiting", "rejected drafts")]
         rows = [bar] if height == 1 else [text, bar]
         note = [(text, "dim") for text in _ahead(view, row)[:1]]
         return Picture(rows, title=title, note=note, legend=legend(*entries, gap=" "))
@@ -152,7 +152,7 @@ def _drafts(drafted: float, accepted: float) -> list[tuple[float, list[str], str
     """Returns the slices of accepted and of rejected drafts."""
     rejected = drafted - accepted
     slices = [
-        (accepted, [f"+{accepted:.0f} accepted", f"+{accepted:.0f}", ""], "hit"),
+        (accepted, [f"+{accepted:.0f} accepted", f"+{accepted:.0f}", ""], "draft"),
         (rejected, [f"{rejected:.0f} rejected", f"{rejected:.0f}", ""], "waiting"),
     ]
     return [part for part in slices if part[0] > 0]

@@ -133,7 +133,7 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
     def _legend() -> list[Run]:
         g = glyphs()
         return legend(
-            (g.busy, "decode", "decode"), (g.busy, "prefill", "with prompts"), (g.busy, "hit", "drafts"),
+            (g.busy, "decode", "decode"), (g.busy, "prefill", "with prompts"), (g.busy, "draft", "drafts"),
             (g.busy, "bad", "computed again"),
         )  # fmt: skip
 
@@ -170,7 +170,7 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
             return "bad"
         if requests:
             return "prefill"
-        return "hit" if self._found.last[arrival] > self._found.first[arrival] else "decode"
+        return "draft" if self._found.last[arrival] > self._found.first[arrival] else "decode"
 
     def _axis(self, width: int, columns: int, chosen: int) -> Runs:
         """Returns the numbers of the first, the chosen and the last token, below their columns."""

@@ -264,7 +264,7 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
     def _framed(self, t: Timings, rows: list[Runs], tracks: bool, keys: str) -> Picture:
         g = glyphs()
         key = legend(
-            (g.commit, "hit", "plan, launch, commit"), (g.busy, "decode", "decode"),
+            (g.commit, "host", "plan, launch, commit"), (g.busy, "decode", "decode"),
             (g.prefill, "prefill", "with prefill"),
         )  # fmt: skip
         note = self.own_key(keys, first=True) if t.slowest is not None else []

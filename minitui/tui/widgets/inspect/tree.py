@@ -23,7 +23,7 @@ from minitui.viewmodel.state.eviction import free_words, is_under_pressure, pres
 from minitui.viewmodel.state.tree import TreeRow
 from minitui.viewmodel.view import View
 
-ROLE_STYLES = {"sys": "pool", "usr": "hit", "ast": "decode"}
+ROLE_STYLES = {"sys": "pool", "usr": "waiting", "ast": "decode"}
 TALL = 16  # a panel with this many rows has a row for each of the nodes that are evicted next; a smaller one, one row
 LOW = 6  # rows: a panel of this height or less does not show the number of free blocks
 LARGE = 30  # a panel with this many rows also has the whole text of the selected node

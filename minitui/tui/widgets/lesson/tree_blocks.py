@@ -13,8 +13,8 @@ from minitui.visible import visible_line
 NAME = 20  # cells
 CELL = 5  # cells of a block, with the space after it
 STYLES = {
-    "kept": "ink on cached-chip", "looked": "bold on-fill on accent", "match": "bold on-fill on good",
-    "new": "ink on active-chip", "evicted": "faint",
+    "kept": "on-fill on cached", "looked": "bold on-fill on accent", "match": "bold on-fill on good",
+    "new": "on-fill on active", "evicted": "faint",
 }  # fmt: skip
 WORDS = {"kept": "cached", "looked": "compared", "match": "equal", "new": "new", "evicted": "evicted"}
 
