@@ -14,6 +14,7 @@ from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
 from engine.eos import eos_ids
 from engine.errors import EngineError
+from engine.groups import cache_groups
 from engine.hub.resolve import resolve_model
 from engine.info import EngineInfo
 from engine.model.config import ModelConfig
@@ -110,6 +111,10 @@ def build_engine(
         notes.append("speculation: steps are not overlapped, because each step needs the tokens of the previous step")
     if limits.device.type == "cuda" and (why_not := without_graphs(model, config)):
         notes.append(f"steps are several times slower, without CUDA graphs and without most of our kernels: {why_not}")
+    groups = [
+        (group.name, len(group.layers), size)
+        for group, size in zip(cache_groups(model), runner.loaded.block_bytes, strict=True) if runner.groups
+    ]  # fmt: skip
     info = EngineInfo(
         model=Path(config.model).name, model_dir=str(directory), architecture=model.architecture,
         parameters=model.num_parameters, active_parameters=model.active_parameters,
@@ -126,7 +131,8 @@ def build_engine(
         dummy_weights=config.dummy_weights,
         generation=tokenizer.generation if tokenizer is not None else {},
         load_seconds=round(time.perf_counter() - started, 3), notes=notes,
-        speculation=speculation, tensor_parallel_size=config.tensor_parallel_size,
+        speculation=speculation, tensor_parallel_size=config.tensor_parallel_size, groups=groups,
+        checkpoint_interval=config.checkpoint_interval if model.state_layers else 0,
     )  # fmt: skip
     logger.info("ready: %s", info.to_json())
     return Built(engine, tokenizer, info, runner.close)

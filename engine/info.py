@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Self
 
-from engine.trace.kind import MOST, MOST_NUMBER, Bound, Count, Counts, Duration, bounds_of, counts, optional
+from engine.trace.kind import (
+    MOST,
+    MOST_NUMBER,
+    Bound,
+    Count,
+    Counts,
+    Duration,
+    bounds_of,
+    count,
+    counts,
+    optional,
+    rows,
+)
 
 MOST_TEXT = 4_096  # characters of a name
 
@@ -67,6 +79,9 @@ class EngineInfo:
     notes: Notes = field(default_factory=list)
     speculation: Annotated[dict[str, Any] | None, optional(Settings)] = None  # method, tokens; {}: off; None: unknown
     tensor_parallel_size: Size = 0
+    # Of a model with several kinds of memory, group 0 first: name, number of layers, bytes of a block, page or slot.
+    groups: Annotated[list[tuple[str, int, int]], rows(Bound(is_name), count, count)] = field(default_factory=list)
+    checkpoint_interval: Size = 0  # tokens; 0: no recurrent states
 
     def __bool__(self) -> bool:
         return bool(self.model or self.device)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MATCH_REASONS = {  # `stop` of a match record -> (text, explanation); {at} is the index of a token or of a step
+# `stop` of a match record -> (text, explanation). {at} is the index of a token or of a step, {cached} the number of
+# tokens that were taken, {again} how many more full attention has.
+MATCH_REASONS = {
     "whole": ("all full blocks were cached", "the last token is always computed"),
     "differs": ("differs at token {at}", "the cached texts have another token"),
     "ends": ("the cached text ends at token {at}", "the tree has no text after it"),
     "short": ("too short to share", "the prompt has at most one block"),
     "empty": ("the beginning is not cached", "no cached text has the same first token"),
     "evicted": ("the rest was evicted at step {at}", "the memory was needed for other tokens"),
+    "state": (
+        "full attention has {at} tokens, the nearest checkpoint is at {cached}: {again} tokens again",
+        "a recurrent state can only go on where one was kept",
+    ),
+    "window": (
+        "full attention has {at} tokens, a window's pages serve {cached}: {again} tokens again",
+        "the pages behind a window leave the cache first",
+    ),
 }
 
 
@@ -74,15 +84,22 @@ def ordinal(n: int) -> str:
     return f"{n}{suffix}"
 
 
-def match_reason(stop: str, at: object, matched: bool = True) -> str:
-    """Returns why a prefix match ended: "differs at token 1,112". An unknown `stop` is returned unchanged. `matched`:
-    False if it took no token."""
+def match_reason(stop: str, at: object, cached: int | None = None) -> str:
+    """Returns why a prefix match ended: "differs at token 1,112". An unknown `stop` is returned unchanged. `cached`:
+    the number of tokens that it took; None: unknown, but some."""
     words, _ = MATCH_REASONS.get(stop, (stop, ""))
-    if not matched:
+    if cached == 0:
         words = words.replace("the rest", "the beginning")
-    return words.replace("{at}", f"{at:,}" if isinstance(at, int) else "?")
+    again = at - cached if isinstance(at, int) and cached is not None else None
+    for name, value in ("at", at), ("cached", cached), ("again", again):
+        words = words.replace(f"{{{name}}}", f"{value:,}" if isinstance(value, int) else "?")
+    return words
 
 
 def match_reasons() -> str:
     """Returns a line for each reason with its explanation, for help texts."""
-    return "\n".join(f"  {words.replace('{at}', 'n'):<33} {why}" for words, why in MATCH_REASONS.values())
+    lines = []
+    for words, why in MATCH_REASONS.values():
+        shown = words.replace("{at}", "n").replace("{cached}", "m").replace("{again}", "n - m")
+        lines.append(f"  {shown:<33} {why}" if len(shown) <= 33 else f"  {shown}\n  {'':<33} {why}")
+    return "\n".join(lines)

@@ -110,7 +110,10 @@ class LoadedModel:
                 max_rows, self.max_model_len, self.block_size, self.vocab_size, self.device,
                 engine_config.logprobs_mode == "processed_logprobs",
             )  # fmt: skip
-            self._sizes = self._pool_sizes()
+            groups = cache_groups(self.shard)
+            # Of a block, page or slot of each group.
+            self.block_bytes = [self.block_size * group.bytes_per_token(self.kv_dtype) for group in groups]
+            self._sizes = PoolSizes(groups, engine_config, max_rows, self.max_num_batched_tokens, self.block_bytes)
             blocks = group.least(self._count_blocks())
             self.num_blocks = blocks + 1  # plus the null block
             self.groups = self._sizes.sides(blocks)
@@ -211,11 +214,6 @@ class LoadedModel:
         return KVPool(
             self.shard, num_blocks, self.block_size, self.kv_dtype, self.device, self._kv_scales, side_blocks
         )  # fmt: skip
-
-    def _pool_sizes(self) -> PoolSizes:
-        groups = cache_groups(self.shard)
-        block_bytes = [self.block_size * group.bytes_per_token(self.kv_dtype) for group in groups]
-        return PoolSizes(groups, self.config, self.batch.max_rows, self.max_num_batched_tokens, block_bytes)
 
     def _count_blocks(self) -> int:
         """Returns the number of blocks without the null block: as configured, else as many as memory allows."""

@@ -63,6 +63,16 @@ def _engine(
     ] = False,
     kv_blocks: KvBlocks = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a KV block.")] = 16,
+    window_blocks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Blocks in the pool of a sliding window, for models that have full attention, too."),
+    ] = None,
+    state_slots: Annotated[
+        int | None, typer.Option(min=2, help="Recurrent states in memory, for models that have them.")
+    ] = None,
+    checkpoint_interval: Annotated[
+        int, typer.Option(min=1, help="A long prompt keeps a checkpoint of its recurrent state after this many tokens.")
+    ] = 1024,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Maximum number of running requests.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget of a step.")] = None,
     max_model_len: Annotated[

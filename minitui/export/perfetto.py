@@ -107,7 +107,7 @@ class _Converter(Reader):
 
     def on_match(self, request: int, tokens: int, stop: str, at: int, detail: str) -> Event | None:
         hit = "cached again" if self.lanes.resumed(request) else "hit"
-        args = {"why the match ended": match_reason(stop, at, tokens > 0), "detail": detail}
+        args = {"why the match ended": match_reason(stop, at, tokens), "detail": detail}
         return self._of_request(request, f"{hit}: {tokens} tokens" if tokens else "miss", **args)
 
     def on_preempt(self, request: int, reason: str) -> Event | None:

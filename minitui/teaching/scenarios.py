@@ -166,7 +166,7 @@ async def eviction(stage: Stage) -> None:
     stage.say(
         f"Then {first} asks its first question again: {metrics['cached_tokens']} of its {metrics['prompt_tokens']} "
         f"prompt tokens are still cached. The engine gives the reason: "
-        f"{match_reason(match['stop'], match['at'], metrics['cached_tokens'] > 0)}."
+        f"{match_reason(match['stop'], match['at'], metrics['cached_tokens'])}."
     )
 
 

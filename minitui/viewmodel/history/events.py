@@ -137,7 +137,7 @@ def describe(
             return f"{name} again" if again else name
         return f"{name} is admitted again after its preemption" if again else f"{name} is admitted{_arrival(lane)}"
     if kind == "match":
-        reason = match_reason(record.stop, record.at, record.tokens > 0)
+        reason = match_reason(record.stop, record.at, record.tokens)
         if record.tokens <= 0:
             return f"{name}: {reason}" if short else f"{name} takes nothing from the tree · {reason}"
         if short:

@@ -147,7 +147,7 @@ def _match_text(match: Event, total: int, block_size: int) -> str:
         taken = match.record.tokens
         where = f"being computed by r{match.writer} already" if match.writer >= 0 else "in the tree already"
         return f": the first {taken:,} of its {total:,} tokens are {where} ({count(taken // block_size, 'block')})"
-    reason = match_reason(match.record.stop, match.record.at, matched=False)
+    reason = match_reason(match.record.stop, match.record.at, 0)
     return f": none of its tokens are in the tree ({reason})"
 
 

@@ -73,7 +73,7 @@ def _request(view: View, id: int) -> Story:
         figures = Requests().of(view, lane)
         from_tree = f"{figures.cached_tokens:,} of {lane.prompt_tokens:,} tokens came from the tree"
         stop, at, _ = (lane.stop, lane.stop_at, "") if request is None else request.match
-        story.tell("prompt", from_tree + (f"; {match_reason(stop, at, figures.cached_tokens > 0)}" if stop else ""))
+        story.tell("prompt", from_tree + (f"; {match_reason(stop, at, figures.cached_tokens)}" if stop else ""))
         if figures.first_ms is not None:
             story.tell("first token", first_token_words(figures, why_first(view, lane, figures)))
         drafted, accepted = lane.drafted, lane.accepted

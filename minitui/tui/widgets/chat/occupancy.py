@@ -40,7 +40,7 @@ class PromptOrigin(LinePanel, can_focus=False):
             words.add(f" · {waiting:,} left", "dim")
         rows = [row.done(width), words.done(width)]
         if lane.stop:
-            rows.append(Row(match_reason(lane.stop, lane.stop_at, cached > 0), "dim").done(width))
+            rows.append(Row(match_reason(lane.stop, lane.stop_at, cached), "dim").done(width))
         return Picture(rows[:height])
 
 
