@@ -5,7 +5,7 @@ A backend gets the shape of the model (AttentionShape) and of each step (Forward
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -46,6 +46,23 @@ class PagedGroup:
 
 
 @dataclass(slots=True)
+class StateMeta:
+    """Where the layers with a recurrent state read and write the states of a step's sequences.
+
+    A segment is a run of one sequence's tokens: (first token, end token, source slot, target slot). Segments are in the
+    order of the tokens. The first segment of a sequence begins with the state in its source; each other segment
+    continues the one before, whose target is its source. The state after a segment's last token is written to its
+    target; with target 0 nothing is written. Slot 0 holds zeros, the state before the first token. A target may be its
+    segment's own source. No sequence writes a slot that another sequence of the step reads.
+    """
+
+    segments: torch.Tensor  # int32 [m, 4]
+    cu_segments: torch.Tensor  # int32 [n + 1]  sequence i has the segments [cu[i], cu[i + 1])
+    host: list[tuple[int, int, int, int]] | None  # the same as `segments`; None in captured steps
+    num_decodes: int  # the first sequences that have one segment of one token
+
+
+@dataclass(slots=True)
 class ForwardMeta:
     """The shape of one forward pass over T tokens of n sequences, laid end to end.
 
@@ -73,6 +90,14 @@ class ForwardMeta:
     fresh: bool = False  # True: every chunk starts at position 0, so it attends only to keys of this step
     # For each cache group with a window, in the order of cache_groups; slot_mapping and block_table are group 0's.
     groups: tuple[PagedGroup, ...] = ()
+    states: StateMeta | None = None  # None: no layer has a recurrent state
+
+    def by_group(self) -> list[ForwardMeta]:
+        """Returns what the backend of each group plans with: the group's own slots and block table."""
+        return [
+            self,
+            *(replace(self, slot_mapping=g.slot_mapping, block_table=g.block_table, groups=()) for g in self.groups),
+        ]
 
 
 Sinks = list[torch.Tensor] | None  # of each layer: [Hq], one more score of each query head, without a value

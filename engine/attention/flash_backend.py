@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from engine.attention.base import AttentionShape, ForwardMeta
-from engine.attention.kv_pool import KVPool
 from engine.errors import EngineError, how_to_install, not_installed
 
 logger = logging.getLogger("engine")
@@ -87,17 +86,17 @@ class FlashAttention:
         )  # fmt: skip
         return out.flatten(1)
 
-    def warm_up(self, pool: KVPool, heads: int, dtype: torch.dtype) -> None:
+    def warm_up(self, keys: torch.Tensor, values: torch.Tensor, heads: int, dtype: torch.dtype) -> None:
         """Compile both variants of the kernel: for chunks that fill a tile of queries, and for shorter chunks."""
-        device, size = pool.keys[0].device, pool.block_size
+        device, size = keys.device, keys.shape[1]
         with warnings.catch_warnings():  # the kernel's compiler warns about arguments that it sets itself
             warnings.simplefilter("ignore", UserWarning)
             for tokens in (1, 512):
                 bounds = torch.tensor([0, tokens], dtype=torch.int32, device=device)
                 blocks = torch.zeros(1, -(-tokens // size), dtype=torch.int32, device=device)
-                q = torch.zeros(tokens, heads, pool.keys[0].shape[3], dtype=dtype, device=device)
+                q = torch.zeros(tokens, heads, keys.shape[3], dtype=dtype, device=device)
                 self._attend(
-                    q, pool.keys[0], pool.values[0], bounds, (tokens, tokens), bounds[1:], blocks,
+                    q, keys, values, bounds, (tokens, tokens), bounds[1:], blocks,
                     softmax_scale=self._scale, causal=True, window=None,
                 )  # fmt: skip
 

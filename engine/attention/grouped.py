@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -69,11 +69,8 @@ class GroupedAttention:
         self.name = " / ".join(dict.fromkeys(backend.name for backend in backends))
 
     def plan(self, meta: ForwardMeta) -> None:
-        first, *others = self.backends
-        first.plan(meta)
-        for backend, group in zip(others, meta.groups, strict=True):
-            slots, table = group.slot_mapping, group.block_table
-            backend.plan(replace(meta, slot_mapping=slots, block_table=table, groups=()))
+        for backend, own in zip(self.backends, meta.by_group(), strict=True):
+            backend.plan(own)
 
     def run(
         self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -81,3 +78,8 @@ class GroupedAttention:
     ) -> torch.Tensor:  # fmt: skip
         """See AttentionBackend.run."""
         return self.backends[self._group_of[layer]].run(layer, q, k_cache, v_cache, kv_scales)
+
+
+def backends_of(attention: AttentionBackend) -> Sequence[AttentionBackend]:
+    """Returns the backend of each cache group with pages."""
+    return attention.backends if isinstance(attention, GroupedAttention) else [attention]

@@ -27,6 +27,7 @@ class TritonAttention:
         if flash is not None:
             self.name = "flash + triton"
         self._flash, self.flash_from = flash, 0
+        self.kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
         self.group = config.num_heads // config.num_kv_heads
         self.scale = config.scale
         windows = [config.window(layer) for layer in range(config.num_layers)]
@@ -92,31 +93,35 @@ class TritonAttention:
             self._outputs.append(torch.zeros(tokens, width, dtype=q.dtype, device=q.device))
         return self._outputs[-1][:tokens]
 
-    def warm_up(self, pool: KVPool, dtype: torch.dtype) -> None:
-        """Run every form of the kernels on padding, so that no form is compiled during a request."""
-        kv_heads, dim, max_rows = pool.keys[0].shape[2], pool.keys[0].shape[3], len(self._rows)
+    def warm_up(self, pool: KVPool, dtype: torch.dtype, layer: int = 0) -> None:
+        """Run every form of the kernels on padding, so that no form is compiled during a request.
+
+        `layer`: one that this backend computes.
+        """
+        kv_heads, dim, max_rows = self.kv_heads, self.head_dim, len(self._rows)
         heads = kv_heads * self.group
+        cache, kv_scales = (pool.keys[layer], pool.values[layer]), pool.scales[layer]
         device = self._rows.device
         table = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)
         no_lengths = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         q = torch.zeros(max_rows, heads + 2 * kv_heads, dim, dtype=dtype, device=device)[:, :heads]
         out = torch.empty(max_rows, heads * dim, dtype=dtype, device=device)
-        choose_form = form_for if pool.scales[0] is None else form_for_fp8
+        choose_form = form_for if kv_scales is None else form_for_fp8
         forms = {choose_form(n, kv_heads, self.workspace.longest): n for n in range(1, max_rows + 1)}
         features = [self.features[layer] for layer in self._forms.values()]
         for n, special in itertools.product(forms.values(), features):
             decode_attention(
-                q[:n], pool.keys[0], pool.values[0], out[:n], self.workspace, table, self._rows[:n], no_lengths[:n],
-                self.scale, self.group, kv_scales=pool.scales[0], **special,
+                q[:n], *cache, out[:n], self.workspace, table, self._rows[:n], no_lengths[:n],
+                self.scale, self.group, kv_scales=kv_scales, **special,
             )  # fmt: skip
         for splits, fresh, special in itertools.product((1, 2, 4, 8), (False, True), features):
             prefill_attention(
-                q[:1], pool.keys[0], pool.values[0], out[:1], self._prefill, table[:1], no_lengths[:1], no_lengths[:2],
+                q[:1], *cache, out[:1], self._prefill, table[:1], no_lengths[:1], no_lengths[:2],
                 self.scale, max_seq_len=1, dense=own_keys_and_values(q[:1], kv_heads), splits=splits,
-                kv_scales=pool.scales[0], fresh=fresh, **special,
+                kv_scales=kv_scales, fresh=fresh, **special,
             )  # fmt: skip
         if self._flash is not None:
-            self._flash.warm_up(pool, heads, dtype)
+            self._flash.warm_up(*cache, heads, dtype)
 
 
 def why_unsupported(config: AttentionShape, dtype: torch.dtype) -> str:

@@ -5,6 +5,7 @@ The host sends one int32 buffer, in one copy from pinned memory before the graph
     [0] n, the number of decoding requests   [1] m, the number of changes to the block table
     [HEADER …] row, start and token of the requests: three lists of length `capacity`
                (token -1: use the row's last token, which only the device knows)
+    [then …]   what other kernels read: `others` numbers
     [then …]   row, column and block of the changes: three lists of length `changes`
 
 Only this kernel and the sampler write the persistent state (block table, last token), both on the compute stream.
@@ -29,6 +30,7 @@ def _prepare_kernel(
     seq_lens,
     stride_table,
     ENTRIES: tl.constexpr,
+    OTHERS: tl.constexpr,
     CHANGES: tl.constexpr,
     BATCH: tl.constexpr,
     HEAD: tl.constexpr,
@@ -37,7 +39,7 @@ def _prepare_kernel(
     n = tl.load(sent)
     m = tl.load(sent + 1)
     i = tl.arange(0, BLOCK)
-    change = sent + HEAD + 3 * ENTRIES
+    change = sent + HEAD + 3 * ENTRIES + OTHERS
     for j in range(0, m, BLOCK):
         c = j + i
         row = tl.load(change + c, mask=c < m, other=0).to(tl.int64)
@@ -57,10 +59,11 @@ def _prepare_kernel(
 
 def prepare(
     sent: torch.Tensor, block_table: torch.Tensor, last_token: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor,
-    seq_lens: torch.Tensor, batch: int, capacity: int, changes: int,
+    seq_lens: torch.Tensor, batch: int, capacity: int, changes: int, others: int = 0,
 ) -> None:  # fmt: skip
     """Fill tokens int64, rows int32, seq_lens int32 [batch]; apply the changes to the block table."""
     _prepare_kernel[(1,)](
         sent, block_table, last_token, tokens, rows, seq_lens, block_table.stride(0), ENTRIES=capacity,
-        CHANGES=changes, BATCH=batch, HEAD=HEADER, BLOCK=max(32, triton.next_power_of_2(capacity)), num_warps=4,
+        OTHERS=others, CHANGES=changes, BATCH=batch, HEAD=HEADER, BLOCK=max(32, triton.next_power_of_2(capacity)),
+        num_warps=4,
     )  # fmt: skip

@@ -5,6 +5,7 @@ A path that lacks a trait is not chosen, or refuses the model with a sentence; n
 
 from __future__ import annotations
 
+from engine.groups import paged_groups
 from engine.model.config import ModelConfig
 
 WORDS = {
@@ -24,13 +25,15 @@ WORDS = {
     "query_scales": "queries scaled by their positions",
     "head_shapes": "layers with different heads",
     "shared_kv": "layers that share keys and values",
+    "groups": "several groups of layers with a block table each",
 }
 SUPPORTED: dict[str, frozenset[str]] = {
     "cpu_decode": frozenset({"softcap", "sinks", "windows"}),  # engine/worker/cpu/cpu_decode.py
     "compiled": frozenset({"windows", "several_ropes"}),  # engine/worker/cpu/compiled_decoder.py
-    "graphs": frozenset(WORDS) - {"query_scales", "head_shapes", "shared_kv"},  # engine/worker/graphs/cuda_graphs.py and fused_decode.py
+    # engine/worker/graphs/cuda_graphs.py and fused_decode.py
+    "graphs": frozenset(WORDS) - {"query_scales", "head_shapes", "shared_kv"},
     # The kernels for one token in engine/worker/graphs/fused_decode.py. They need no norms in float32 either.
-    "one_token": frozenset({"experts", "softcap", "sinks", "windows", "logit_softcap", "several_ropes"}),
+    "one_token": frozenset({"experts", "softcap", "sinks", "windows", "logit_softcap", "several_ropes", "groups"}),
     "ranks": frozenset(WORDS) - {"full_qk_norm", "head_shapes", "shared_kv"},  # engine/parallel/shards.py
     # The bounds of engine/model/kv_scales.py assume an RMSNorm before the projections.
     "fp8_cache": frozenset(WORDS) - {"layer_norm", "no_pre_norms", "full_qk_norm", "head_shapes", "shared_kv"},
@@ -60,6 +63,7 @@ def traits(config: ModelConfig) -> frozenset[str]:
         "query_scales": config.rope.query_beta > 0,
         "head_shapes": len(set(config.layer_heads)) > 1,
         "shared_kv": any(config.source_of(layer) != layer for layer in range(config.num_layers)),
+        "groups": len(paged_groups(config)) > 1,
     }
     return frozenset(name for name, it_has in has.items() if it_has)
 

@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
+from engine.attention.base import PagedGroup, StateMeta
 from engine.core.step import StepPlan
 from engine.worker.inputs import Layout
 from engine.worker.sampler import Sampler
 from engine.worker.upload import Uploader
 
 
-class Batch:
-    """The block table, the last drawn token and the sampling settings of every row.
+class Changes(NamedTuple):
+    """Changes to block tables: table[row, column] = block."""
 
-    On a CPU, host and device share one block table. On a GPU, the device has a copy, which is updated in stream order.
+    rows: np.ndarray  # int32 [m]
+    columns: np.ndarray  # int32 [m]
+    blocks: np.ndarray  # int32 [m]
+
+
+class Batch:
+    """The block tables, the last drawn token and the sampling settings of every row.
+
+    One table holds those of all cache groups with pages (engine/groups.py): of group g, row r is g * max_rows + r. On a
+    CPU, host and device share it. On a GPU, the device has a copy, which is updated in stream order.
     """
 
     def __init__(
         self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device,
-        processed_logprobs: bool = False,
+        processed_logprobs: bool = False, windows: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
+        """`windows`: of the cache groups with pages after group 0."""
         self.max_rows = max_rows
+        self.windows = windows
         self.block_size = block_size
         self.device = device
         self.upload = Uploader(device)
-        self.host_table = np.zeros((max_rows, -(-max_model_len // block_size)), dtype=np.int32)
+        rows = (1 + len(windows)) * max_rows
+        self.host_table = np.zeros((rows, -(-max_model_len // block_size)), dtype=np.int32)
         self.table = torch.from_numpy(self.host_table).to(device)
+        self.tables = self.table.split(max_rows)  # the table of each group
         self.indices = np.arange(max_rows + 1)
         self.bounds = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -35,25 +51,35 @@ class Batch:
     def apply(self, plan: StepPlan) -> None:
         """Apply the plan's changes to the rows."""
         self.join(plan)
-        self.change_table(plan)
+        self.change_table(self.changes(plan))
 
     def join(self, plan: StepPlan) -> None:
         """Set up sampling for the rows that new requests take."""
         for settings in plan.joins:
             self.sampler.set_row(settings)
 
-    def change_host_table(self, plan: StepPlan) -> None:
-        """Change only the host's block table. The caller must send the changes to the device."""
-        self.host_table[plan.table_rows, plan.table_columns] = plan.table_blocks
+    def changes(self, plan: StepPlan) -> Changes:
+        """Returns the plan's changes to the table, those of all groups."""
+        own = Changes(plan.table_rows, plan.table_columns, plan.table_blocks)
+        if not plan.window_tables:
+            return own
+        others = (
+            Changes(rows + np.int32(group * self.max_rows), columns, blocks)
+            for group, (rows, columns, blocks) in enumerate(plan.window_tables, 1)
+        )
+        return Changes(*(np.concatenate(parts) for parts in zip(own, *others, strict=True)))
 
-    def change_table(self, plan: StepPlan) -> None:
-        """Change the block table, on the host and on the device."""
-        if not len(plan.table_rows):
+    def change_host_table(self, changes: Changes) -> None:
+        """Change only the host's table. The caller must send the changes to the device."""
+        self.host_table[changes.rows, changes.columns] = changes.blocks
+
+    def change_table(self, changes: Changes) -> None:
+        """Change the table, on the host and on the device."""
+        if not len(changes.rows):
             return
-        self.change_host_table(plan)
+        self.change_host_table(changes)
         if self.device.type != "cpu":
-            changes = np.stack((plan.table_rows, plan.table_columns, plan.table_blocks)).astype(np.int64)
-            rows, columns, blocks = self.upload(changes)
+            rows, columns, blocks = self.upload(np.stack(changes).astype(np.int64))
             self.table[rows, columns] = blocks.to(torch.int32)
 
     def layout(self, plan: StepPlan) -> Layout:
@@ -67,8 +93,28 @@ class Batch:
             rows = np.repeat(plan.rows, plan.q_lens)
             positions = np.arange(tokens) - np.repeat(ends - seq_lens, plan.q_lens)
         blocks, offsets = np.divmod(positions, self.block_size)
-        slots = self.host_table[rows, blocks] * np.int64(self.block_size) + offsets
+        slots = [
+            self.host_table[rows + np.int32(group * self.max_rows), blocks] * np.int64(self.block_size) + offsets
+            for group in range(1 + len(self.windows))
+        ]
         return Layout(ends, seq_lens, rows, positions, slots)
+
+    def window_groups(self, plan: StepPlan, slots: list[np.ndarray], columns: int) -> tuple[PagedGroup, ...]:
+        """Returns what attention needs of the groups with windows. `slots`: of all groups, as in Layout."""
+        column, groups = np.arange(columns), []
+        for group, (window, own) in enumerate(zip(self.windows, slots[1:], strict=True), 1):
+            table = self.host_table[plan.rows + np.int32(group * self.max_rows), :columns]
+            # The blocks behind the window were released, so the table may name blocks of other requests there.
+            table[column < (np.maximum(plan.starts + 1 - window, 0) // self.block_size)[:, None]] = 0
+            groups.append(PagedGroup(self.upload(own), self.upload(table)))
+        return tuple(groups)
+
+    def states(self, plan: StepPlan) -> StateMeta | None:
+        """Returns the segments of the recurrent states; None if the model has no such states."""
+        if plan.segments is None or plan.cu_segments is None:
+            return None
+        rows = list(map(tuple, plan.segments.tolist()))
+        return StateMeta(self.upload(plan.segments), self.upload(plan.cu_segments), rows, plan.num_decodes)
 
     def upload_together(self, *parts: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Returns all parts as int64 tensors, uploaded in one copy."""

@@ -68,23 +68,26 @@ class Eager:
         wanted, sampled_hidden, prompt_hidden = logit_rows(plan, ends, drawing)
         every = len(wanted) == tokens
         token_ids, positions_, slots_, draw_rows_, draw_positions_, wanted_ = batch.upload_together(
-            plan.token_ids, positions, slots, draw_rows, draw_positions, wanted[:0] if every else wanted
+            plan.token_ids, positions, slots[0], draw_rows, draw_positions, wanted[:0] if every else wanted
         )
         if (plan.token_ids < 0).any():
             drawn_last = batch.last_token.index_select(0, batch.upload(token_rows.astype(np.int64)))
             token_ids = torch.where(token_ids < 0, drawn_last, token_ids)
         longest = int(seq_lens.max())
+        columns = -(-longest // batch.block_size)
         meta = ForwardMeta(
             positions=positions_,
             slot_mapping=slots_,
             cu_seqlens_q=bounds_,
             seq_lens=batch.upload(seq_lens),
-            block_table=batch.upload(batch.host_table[rows, : -(-longest // batch.block_size)]),
+            block_table=batch.upload(batch.host_table[rows, :columns]),
             max_q_len=1 if tokens == n else int(plan.q_lens.max()),
             max_seq_len=longest,
             num_decodes=plan.num_decodes,
             logit_rows=None if every else wanted_,
             fresh=not plan.starts[plan.num_decodes :].any(),
+            groups=batch.window_groups(plan, slots, columns),
+            states=batch.states(plan),
         )
         draws = Draws(entries, draw_rows, draw_positions, draw_rows_, draw_positions_)
         return Inputs(token_ids, meta, draws, sampled_hidden, prompt_hidden)

@@ -13,13 +13,13 @@ from engine.core.step import StepPlan
 
 
 class Layout(NamedTuple):
-    """The row, position and cache slot of each token of a plan: the T tokens of its n entries, concatenated."""
+    """The row, position and cache slots of each token of a plan: the T tokens of its n entries, concatenated."""
 
     ends: np.ndarray  # int64 [n]  entry i has the tokens ends[i - 1] to ends[i] - 1
     seq_lens: np.ndarray  # int32 [n]  number of keys of each entry, including the keys of this step
     rows: np.ndarray  # int32 [T]
     positions: np.ndarray  # [T]
-    slots: np.ndarray  # int64 [T]  in the KV cache
+    slots: list[np.ndarray]  # int64 [T] each: in the KV cache of each group with pages
 
 
 @dataclass(slots=True)

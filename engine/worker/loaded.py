@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.attention.base import ForwardMeta
-from engine.attention.choose import choose_backend
+from engine.attention.base import ForwardMeta, PagedGroup, StateMeta
+from engine.attention.choose import choose_attention
 from engine.attention.kv_fp8 import FP8
 from engine.attention.kv_pool import KVPool
 from engine.config import EngineConfig
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.errors import EngineError
-from engine.groups import cache_groups
+from engine.groups import cache_groups, paged_groups
 from engine.model.config import ModelConfig
 from engine.model.experts import Ops
 from engine.model.group import ALONE, Group
@@ -100,7 +100,7 @@ class LoadedModel:
                 self.notes += (note,)
             self._kv_scales = kv_scales(self.model) if self.kv_dtype == FP8 else None
             max_rows = limits.max_num_seqs
-            self.attention = choose_backend(
+            self.attention = choose_attention(
                 engine_config.attention_backend, self.shard, self.block_size, self.dtype, self.device, max_rows,
                 self.max_model_len, self.kv_dtype, self.model.sinks,
             )  # fmt: skip
@@ -109,6 +109,7 @@ class LoadedModel:
             self.batch = Batch(
                 max_rows, self.max_model_len, self.block_size, self.vocab_size, self.device,
                 engine_config.logprobs_mode == "processed_logprobs",
+                tuple(group.window for group in paged_groups(self.shard)[1:]),
             )  # fmt: skip
             groups = cache_groups(self.shard)
             # Of a block, page or slot of each group.
@@ -266,17 +267,26 @@ class LoadedModel:
         drawn = ends - 1
         if self.config.speculation != "off":  # an entry with drafts draws once for each of its tokens
             drawn = np.arange(len(positions))[: self.batch.max_rows * (1 + self.config.speculative_tokens)]
+        slots = self.batch.upload(np.zeros(len(positions), dtype=np.int64))
+        table = self.batch.table[:n, : -(-longest // self.block_size)]
+        segments = np.stack((ends - lengths, ends, 0 * ends, 0 * ends), 1).astype(np.int32)  # written to no slot
         meta = ForwardMeta(
             positions=self.batch.upload(positions),
-            slot_mapping=self.batch.upload(np.zeros(len(positions), dtype=np.int64)),
+            slot_mapping=slots,
             cu_seqlens_q=self.batch.upload(np.concatenate(([0], ends)).astype(np.int32)),
             seq_lens=self.batch.upload(lengths.astype(np.int32)),
-            block_table=self.batch.table[:n, : -(-longest // self.block_size)],
+            block_table=table,
             max_q_len=longest,
             max_seq_len=longest,
             num_decodes=0,
             logit_rows=self.batch.upload(drawn),
             fresh=True,
+            groups=(PagedGroup(slots, table),) * len(self.batch.windows),
+            states=StateMeta(
+                self.batch.upload(segments), self.batch.bounds[: n + 1], list(map(tuple, segments.tolist())), 0
+            )
+            if self.shard.state_layers
+            else None,
         )
         token_ids = torch.zeros(len(positions), dtype=torch.int64, device=self.device)
         self.attention.plan(meta)

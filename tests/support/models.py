@@ -119,6 +119,7 @@ def make_runner(directory: Path, dtype: str = "float32", **options: Any) -> Any:
         "cpu_threads": 1,
         **options,
     }
+    settings.setdefault("window_blocks", settings["num_blocks"])  # a Driver never drops a page
     config = EngineConfig(model=str(directory), **settings)
     return build.make_runner(read_model_config(directory), config, directory)
 
@@ -145,7 +146,10 @@ def make_request(ids: list[int], row: int, seed: int = 0, **params: Any) -> Requ
 
 
 class Driver:
-    """Makes plans for a runner in place of a scheduler: blocks are given out in order, and none is freed."""
+    """Makes plans for a runner in place of a scheduler: blocks are given out in order, and none is freed.
+
+    A group of windows has the blocks in the opposite order. Each row has a slot for recurrent states.
+    """
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -206,6 +210,15 @@ class Driver:
                 if request.params.prompt_logprobs is not None and not _decodes(request, count)
             },
         )
+        plan.window_tables = [
+            (dealt[:, 0], dealt[:, 1], side.num_blocks - dealt[:, 2])
+            for side in self.runner.groups if side.kind == "window"
+        ]  # fmt: skip
+        if any(side.kind == "state" for side in self.runner.groups):
+            ends = np.cumsum(plan.q_lens)
+            slots = plan.rows + 1
+            plan.segments = np.stack((ends - plan.q_lens, ends, np.where(plan.starts > 0, slots, 0), slots), 1)
+            plan.segments, plan.cu_segments = plan.segments.astype(np.int32), np.arange(len(ends) + 1, dtype=np.int32)
         for request, count, _ in entries:
             request.planned += count
         self.step += 1

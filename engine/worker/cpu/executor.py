@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from engine.attention.grouped import backends_of
 from engine.attention.torch_backend import TorchAttention
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
@@ -40,8 +41,9 @@ class CPUSteps:
                 self._prompts = Eager(loaded, model=self._compiled)
             elif CPUDecode.supports(model):
                 self._decode = CPUDecode(model, loaded.pool)
-        assert isinstance(loaded.attention, TorchAttention), "a CPU has no other attention backend"
-        self._attention = loaded.attention
+        attention = backends_of(loaded.attention)[0]
+        assert isinstance(attention, TorchAttention), "a CPU has no other attention backend"
+        self._attention = attention
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         """Run a step. Returns None for models without support, and for steps in which Eager is as fast."""

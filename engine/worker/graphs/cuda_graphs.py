@@ -26,14 +26,18 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from engine.attention.base import StateMeta
+from engine.attention.grouped import backends_of
 from engine.attention.triton_backend import TritonAttention
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
+from engine.groups import paged_groups
 from engine.kernels.batch_state import HEADER, prepare
 from engine.kernels.moe_tiles import forms
 from engine.model.experts import Experts
 from engine.model.linear import ByteWeight
 from engine.progress import Progress
+from engine.worker.batch import Changes
 from engine.worker.graphs.capture import Work, capture_all
 from engine.worker.graphs.extend_graphs import SEQUENCES, ExtendGraphs
 from engine.worker.graphs.fused_decode import DecodeLayers
@@ -57,35 +61,35 @@ class CudaGraphs:
     """Captures all graphs at the start, unless `enforce_eager`, and replays the graph that fits a step."""
 
     def __init__(self, loaded: LoadedModel, on_progress: Progress | None) -> None:
-        attention = loaded.attention
-        assert isinstance(attention, TritonAttention), "engine/build.py chooses CUDA graphs only with TritonAttention"
+        attention = [backend for backend in backends_of(loaded.attention) if isinstance(backend, TritonAttention)]
+        assert attention, "engine/build.py chooses CUDA graphs only with TritonAttention"
         self.parts: list[StepGraphs] = []
         self._sampling: SamplingGraphs | None = None
         self.num_graphs = 0
         # Smaller steps do not use flash attention: they are host-bound, and flash needs more of the host's time.
         bound = loaded.group.least(launch_bound(loaded, launch_seconds(loaded), matmul_rate(loaded)))
-        attention.flash_from = bound
+        for backend in attention:
+            backend.flash_from = bound
         if not loaded.config.enforce_eager:
-            self._capture(loaded, attention, bound, on_progress)
-        attention.warm_up(loaded.pool, loaded.dtype)
+            self._capture(loaded, bound, on_progress)
+        for backend, group in zip(attention, paged_groups(loaded.shard), strict=True):
+            backend.warm_up(loaded.pool, loaded.dtype, group.layers[0])
         warm_up_forms(loaded, on_progress)
         # Later garbage collections skip the objects that exist now: visiting them delays a step by 60 ms.
         gc.collect()
         gc.freeze()
 
-    def _capture(
-        self, loaded: LoadedModel, attention: TritonAttention, bound: int, on_progress: Progress | None
-    ) -> None:
+    def _capture(self, loaded: LoadedModel, bound: int, on_progress: Progress | None) -> None:
         rows = loaded.batch.max_rows
         drafts = verify_sizes(loaded) if loaded.config.speculation != "off" else ()
         sampling = SamplingGraphs(loaded, max(rows, SEQUENCES, *drafts))
-        layers = DecodeLayers(loaded.model, attention, loaded.pool, loaded.batch.table, loaded.group)
+        layers = DecodeLayers(loaded.model, loaded.attention, loaded.pool, loaded.batch.tables, loaded.group)
         decode = DecodeGraphs(loaded, layers, sampling)
-        extend = ExtendGraphs(loaded, attention, layers, sampling, bound)
+        extend = ExtendGraphs(loaded, layers, sampling, bound)
         work: list[Work] = []
         self._sampling, self.parts = sampling, [decode, extend]
         if drafts:
-            verify = VerifyGraphs(loaded, attention, layers, sampling)
+            verify = VerifyGraphs(loaded, layers, sampling)
             self.parts.insert(0, verify)
             work += verify.work()
         sizes = ladder(rows)
@@ -118,8 +122,12 @@ class DecodeGraphs(StepGraphs):
         rows = loaded.batch.max_rows
         super().__init__(loaded, layers, sampling, ladder(rows))
         self._bucket = {n: next(b for b in self._sizes if b >= n) for n in range(1, rows + 1)}
-        self._input = Staging(HEADER + 3 * rows + 3 * CHANGES, torch.int32, loaded.device)
+        self._others = 4 * rows if self._has_states else 0  # numbers of the segments of recurrent states
+        self._input = Staging(HEADER + 3 * rows + self._others + 3 * CHANGES, torch.int32, loaded.device)
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=loaded.device)
+        # One segment for each token. The segments of padding write no state.
+        each = self._batch.indices.astype(np.int32)
+        self._segments = np.stack((each[:-1], each[1:], 0 * each[1:], 0 * each[1:]), 1)
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         n = len(plan.rows)
@@ -137,21 +145,27 @@ class DecodeGraphs(StepGraphs):
         return self._sampling.draw(plan, asked, bucket, n, None, entries, begin)
 
     def _send(self, plan: StepPlan) -> None:
-        n, changes = len(plan.rows), len(plan.table_rows)
-        if changes <= CHANGES:  # the changes fit into the step's input
-            self._batch.change_host_table(plan)
+        n, rows, batch = len(plan.rows), self._batch.max_rows, self._batch
+        changes = batch.changes(plan)
+        if len(changes.rows) <= CHANGES:  # the changes fit into the step's input
+            batch.change_host_table(changes)
         else:
-            self._batch.change_table(plan)
-            changes = 0
+            batch.change_table(changes)
+            changes = Changes(*(part[:0] for part in changes))
         sent = self._input.array()
-        sent[0], sent[1] = n, changes
+        sent[0], sent[1] = n, len(changes.rows)
         at = HEADER
         for part in (plan.rows, plan.starts, plan.token_ids):
             sent[at : at + n] = part
-            at += self._batch.max_rows
-        if changes:
-            for part in (plan.table_rows, plan.table_columns, plan.table_blocks):
-                sent[at : at + changes] = part
+            at += rows
+        if self._has_states:
+            assert plan.segments is not None, "the plan has the segments of the recurrent states"
+            segments = sent[at : at + self._others].reshape(-1, 4)
+            segments[:n], segments[n:] = plan.segments, self._segments[n:]
+            at += self._others
+        if m := len(changes.rows):
+            for part in changes:
+                sent[at : at + m] = part
                 at += CHANGES
         self._input.send(at)
 
@@ -159,10 +173,16 @@ class DecodeGraphs(StepGraphs):
         batch, sampling = self._batch, self._sampling
         prepare(
             self._input.target, batch.table, batch.last_token, self._tokens, sampling.rows, sampling.lengths, n,
-            batch.max_rows, CHANGES,
+            batch.max_rows, CHANGES, self._others,
         )  # fmt: skip
-        live = self._input.target[:1]
-        self._layers.logits(self._tokens[:n], sampling.rows[:n], sampling.lengths[:n], live, sampling.logits[:n])
+        live, states = self._input.target[:1], None
+        if self._has_states:
+            at = HEADER + 3 * batch.max_rows
+            segments = self._input.target[at : at + self._others].view(-1, 4)
+            states = StateMeta(segments[:n], batch.bounds[: n + 1], None, n)
+        self._layers.logits(
+            self._tokens[:n], sampling.rows[:n], sampling.lengths[:n], live, sampling.logits[:n], states
+        )
 
 
 def launch_bound(loaded: LoadedModel, seconds: float, rate: float) -> int:

@@ -15,14 +15,16 @@ still uses gemv, the kernel for one token, where possible.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from engine.attention.base import ForwardMeta
+from engine.attention.base import AttentionBackend, ForwardMeta, StateMeta
+from engine.attention.grouped import backends_of
 from engine.attention.kv_pool import KVPool
 from engine.attention.triton_backend import TritonAttention
+from engine.groups import group_of_layers
 from engine.kernels import eight_bits, norms
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.gemv import gemv
@@ -39,25 +41,29 @@ Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]  # (index of the lay
 
 
 class DecodeLayers:
-    """The model's layers, with the KV cache and the block table."""
+    """The model's layers, with the KV cache and the block tables."""
 
     def __init__(
-        self, model: Decoder, attention: TritonAttention, pool: KVPool, block_table: torch.Tensor, group: Group
-    ) -> None:
+        self, model: Decoder, attention: AttentionBackend, pool: KVPool, block_tables: Sequence[torch.Tensor],
+        group: Group,
+    ) -> None:  # fmt: skip
+        """`block_tables`: of each cache group with pages, as Batch.tables."""
+        config = model.config
         self._model = model
         self._group = group
-        self._attention = attention
         self._pool = pool
-        self._block_table = block_table
-        config = model.config
+        self._block_tables = block_tables
+        self.attention = [backend for backend in backends_of(attention) if isinstance(backend, TritonAttention)]
+        self._group_of = group_of_layers(config)
         # True: the norm after a projection adds the projection to the residual, so it may also sum the parts.
         self._norms_add = not (config.post_norms or config.layer_norm or config.wide_norms)
         one_token = self._norms_add and not lacking(config, "one_token")
         self._plain = one_token and group.size == 1 and all(_is_plain(layer) for layer in model.layers)
 
     def logits(
-        self, tokens: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, live: torch.Tensor, out: torch.Tensor
-    ) -> None:
+        self, tokens: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, live: torch.Tensor, out: torch.Tensor,
+        states: StateMeta | None = None,
+    ) -> None:  # fmt: skip
         """Write the logits of one token per sequence to out [n, V]; V: tokens in this rank's piece of the vocabulary.
 
         tokens int64 [n]; rows int32 [n]: rows of the block table; seq_lens int32 [n]: include this token; live int32
@@ -74,11 +80,13 @@ class DecodeLayers:
     def logits_of_chunks(self, tokens: torch.Tensor, meta: ForwardMeta, out: torch.Tensor) -> None:
         """Write logits to out: [s, V] for the s tokens at meta.logit_rows, or [T, V] for all tokens if it is None.
 
-        tokens int64 [T]: chunks of sequences, as `meta` describes them. The caller has called `attention.plan(meta)`.
+        tokens int64 [T]: chunks of sequences, as `meta` describes them. The caller has planned the attention of each
+        group with its part of meta.by_group().
         """
+        metas = meta.by_group()
         hidden = self._several(
             self._group.embed(tokens, self._model.embedding),
-            lambda i, layer, qkv: self._attend_chunks(i, layer, qkv, meta), meta.live, meta.logit_rows, meta.live_rows,
+            lambda i, layer, qkv: self._attend_chunks(i, layer, qkv, metas), meta.live, meta.logit_rows, meta.live_rows,
         )  # fmt: skip
         self._head(hidden, out)
 
@@ -148,21 +156,23 @@ class DecodeLayers:
     def _attend(
         self, i: int, layer: Layer, qkv: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
     ) -> torch.Tensor:
-        config, attention = self._model.config, self._attention
-        out = torch.empty(len(qkv), config.num_heads * config.head_dim, dtype=qkv.dtype, device=qkv.device)
+        config, group = self._model.config, self._group_of[i]
+        attention = self.attention[group]
+        out = torch.empty(len(qkv), config.num_heads * attention.head_dim, dtype=qkv.dtype, device=qkv.device)
         decode_attention(
-            qkv, self._pool.keys[i], self._pool.values[i], out, attention.workspace, self._block_table, rows, seq_lens,
-            attention.scale, attention.group, fused=(layer.qk_norm, self._model.rope_tables[i], config.rms_norm_eps),
-            kv_scales=self._pool.scales[i], **attention.features[i],
+            qkv, self._pool.keys[i], self._pool.values[i], out, attention.workspace, self._block_tables[group], rows,
+            seq_lens, attention.scale, attention.group,
+            fused=(layer.qk_norm, self._model.rope_tables[i], config.rms_norm_eps), kv_scales=self._pool.scales[i],
+            **attention.features[i],
         )  # fmt: skip
         return out
 
-    def _attend_chunks(self, i: int, layer: Layer, qkv: torch.Tensor, meta: ForwardMeta) -> torch.Tensor:
+    def _attend_chunks(self, i: int, layer: Layer, qkv: torch.Tensor, metas: list[ForwardMeta]) -> torch.Tensor:
         keys, values, eps = self._pool.keys[i], self._pool.values[i], self._model.config.rms_norm_eps
+        meta, scales = metas[self._group_of[i]], self._pool.scales[i]
         rope = self._model.rope_tables[i], meta.positions
-        scales = self._pool.scales[i]
         q = norms.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping, scales)
-        return self._attention.run(i, q, keys, values, scales)
+        return self.attention[self._group_of[i]].run(i, q, keys, values, scales)
 
 
 def _linear(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None) -> torch.Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from engine.worker.inputs import Draws
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
 
+Array = TypeVar("Array", np.ndarray, torch.Tensor)
+Shapes = list[tuple[int, ...]]
+
 
 class StepGraphs:
     """The graphs of one kind of step, by size."""
@@ -30,6 +34,7 @@ class StepGraphs:
         """`sizes`: the sizes to capture, ascending; str(size) is part of the graph's name."""
         self._loaded, self._batch, self._layers, self._sampling = loaded, loaded.batch, layers, sampling
         self._sizes = sizes
+        self._has_states = bool(loaded.shard.state_layers)
         self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}  # by size
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
@@ -66,3 +71,17 @@ class StepGraphs:
     def close(self) -> None:
         """Free the graphs."""
         self.graphs.clear()
+
+
+def length(shapes: Shapes) -> int:
+    """Returns the size of a graph's input with parts of these shapes."""
+    return sum(map(math.prod, shapes))
+
+
+def divided(buffer: Array, shapes: Shapes) -> list[Array]:
+    """Returns views of a graph's input, one after the other, of these shapes."""
+    views, at = [], 0
+    for shape in shapes:
+        views.append(buffer[at : at + math.prod(shape)].reshape(shape))
+        at += math.prod(shape)
+    return views

@@ -3,8 +3,10 @@
 Such a step runs like a decode step, except in attention: there, the tokens of a row are a chunk that follows the row's
 cached tokens. There is one graph per bucket; a bucket is a number of tokens. The graphs read
 
-    per token      id, position, slot, row, and the position of the token that is drawn after it (0: none is drawn)
+    per token      id, position, row, the position of the token that is drawn after it (0: none is drawn), and its slot
+                   in the cache of each group with pages
     per sequence   row of the block table, end of its tokens in the batch, number of its keys
+    for states     the segments of recurrent states, one for each token, and where those of each sequence begin
 
 The padding of a bucket is one more sequence; its keys are written to the null block. The sampling graphs draw after
 every token independently, whether the token is a draft or not. A step may also contain prompt chunks, if all its tokens
@@ -27,13 +29,12 @@ from collections.abc import Mapping
 
 import torch
 
-from engine.attention.base import ForwardMeta
-from engine.attention.triton_backend import TritonAttention
+from engine.attention.base import ForwardMeta, PagedGroup, StateMeta
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.worker.graphs.fused_decode import DecodeLayers
 from engine.worker.graphs.sampling_graphs import DRAWABLE, SamplingGraphs
-from engine.worker.graphs.step_graphs import StepGraphs
+from engine.worker.graphs.step_graphs import Shapes, StepGraphs, divided, length
 from engine.worker.inputs import drawing_tokens
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
@@ -49,17 +50,13 @@ class VerifyGraphs(StepGraphs):
 
     form = "verify"
 
-    def __init__(
-        self, loaded: LoadedModel, attention: TritonAttention, layers: DecodeLayers, sampling: SamplingGraphs
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, layers: DecodeLayers, sampling: SamplingGraphs) -> None:
         super().__init__(loaded, layers, sampling, verify_sizes(loaded))
-        self._attention = attention
-        largest = self._sizes[-1]
-        self._input = Staging(5 * largest + 3 * _sequences(largest), torch.int64, loaded.device)
+        self._input = Staging(length(self._shapes(self._sizes[-1])), torch.int64, loaded.device)
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         n, tokens = len(plan.rows), plan.num_tokens
-        if not plan.num_drafted or plan.prompt_targets:
+        if not plan.num_drafted or plan.prompt_targets or (self._has_states and plan.num_decoding < n):
             return None
         bucket = next((t for t in self._sizes if tokens <= t and n < _sequences(t)), None)
         if bucket is None:
@@ -68,22 +65,23 @@ class VerifyGraphs(StepGraphs):
         self._batch.apply(plan)
         ends, seq_lens, token_rows, positions, slots = self._batch.layout(plan)
         entries, drawing = drawing_tokens(plan, ends)
-        limit = _sequences(bucket)
-        sent = self._input.array()
-        by_token = sent[: 5 * bucket].reshape(5, bucket)
+        sent, shapes = self._input.array(), self._shapes(bucket)
+        by_token, by_sequence, *of_states = divided(sent, shapes)
         by_token[:, tokens:] = 0
-        by_token[0, :tokens] = plan.token_ids
-        by_token[1, :tokens] = positions
-        by_token[2, :tokens] = slots
-        by_token[3, :tokens] = token_rows
-        by_token[4, :tokens] = 0
-        by_token[4, drawing] = positions[drawing] + 1
-        by_sequence = sent[5 * bucket : 5 * bucket + 3 * limit].reshape(3, limit)
+        by_token[:3, :tokens] = plan.token_ids, positions, token_rows
+        by_token[3, :tokens] = 0
+        by_token[3, drawing] = positions[drawing] + 1
+        by_token[4:, :tokens] = slots
         by_sequence[:, n:] = 0
         by_sequence[0, :n] = plan.rows
         by_sequence[1, :n], by_sequence[1, n:] = ends, tokens
         by_sequence[2, :n] = seq_lens
-        self._input.send(5 * bucket + 3 * limit)
+        if self._has_states:
+            assert plan.segments is not None and plan.cu_segments is not None, "the plan has the states' segments"
+            segments, cu_segments = of_states
+            segments[:tokens], segments[tokens:, :2], segments[tokens:, 2:] = plan.segments, tokens, 0
+            cu_segments[: n + 1], cu_segments[n:] = plan.cu_segments, tokens
+        self._input.send(length(shapes))
         self._replay(bucket, bucket)
         asked = self._batch.sampler.asked(plan.rows)
         if asked & ~DRAWABLE:
@@ -91,31 +89,45 @@ class VerifyGraphs(StepGraphs):
             return self._sample_eagerly(plan, grammars, entries, positions[drawing] + 1, which, started, begin)
         return self._sampling.draw(plan, asked, bucket, tokens, drawing, entries, begin)
 
+    def _shapes(self, tokens: int) -> Shapes:
+        n = _sequences(tokens)
+        shapes: Shapes = [(4 + len(self._batch.tables), tokens), (3, n)]
+        return shapes + ([(tokens, 4), (n + 1,)] if self._has_states else [])
+
     def _run(self, tokens: int) -> None:
-        sent, n = self._input.target, _sequences(tokens)
-        ids, positions, slots, token_rows, draws = sent[: 5 * tokens].view(5, tokens)
-        rows, ends, seq_lens = sent[5 * tokens : 5 * tokens + 3 * n].view(3, n)
+        n = _sequences(tokens)
+        by_token, (rows, ends, seq_lens), *of_states = divided(self._input.target, self._shapes(tokens))
+        ids, positions, token_rows, draws, *slots = by_token
         self._sampling.rows[:tokens].copy_(token_rows)
         self._sampling.lengths[:tokens].copy_(draws)
         bounds = torch.full((n + 1,), tokens, dtype=torch.int32, device=self._loaded.device)
         bounds[:1] = 0
         bounds[1:n].copy_(ends[:-1])  # the last sequence is the padding
+        tables = [table.index_select(0, rows) for table in self._batch.tables]
+        states = None
+        if self._has_states:
+            segments, cu_segments = (part.to(torch.int32) for part in of_states)
+            states = StateMeta(segments, cu_segments, None, 0)
         meta = ForwardMeta(
             positions=positions,
-            slot_mapping=slots,
+            slot_mapping=slots[0],
             cu_seqlens_q=bounds,
             seq_lens=torch.maximum(seq_lens.to(torch.int32), bounds.diff()),
-            block_table=self._batch.table.index_select(0, rows),
+            block_table=tables[0],
             max_q_len=tokens,
             max_seq_len=self._loaded.max_model_len,
             num_decodes=0,
             logit_rows=None,
             live=bounds[n - 1 : n],
+            groups=tuple(map(PagedGroup, slots[1:], tables[1:])),
+            states=states,
         )
         # The number of programs that have keys to read: one for each KV head of each row, if all drafts are full.
-        tiles = -(-tokens // (1 + self._loaded.config.speculative_tokens)) * self._loaded.shard.num_kv_heads
-        splits = min(MOST_SPLITS, 1 << max(0, (PROGRAMS // tiles).bit_length() - 1))
-        self._attention.plan(meta, splits=splits)
+        rows_with_drafts = -(-tokens // (1 + self._loaded.config.speculative_tokens))
+        for attention, own in zip(self._layers.attention, meta.by_group(), strict=True):
+            tiles = rows_with_drafts * attention.kv_heads
+            splits = min(MOST_SPLITS, 1 << max(0, (PROGRAMS // tiles).bit_length() - 1))
+            attention.plan(own, splits=splits)
         self._layers.logits_of_chunks(ids, meta, self._sampling.logits[:tokens])
 
 
