@@ -67,6 +67,10 @@ def _fold(slot: Slot, config: ModelConfig, dtype: torch.dtype, owner: str) -> Fo
         embedding = float(torch.tensor(embedding).to(dtype))
     if owner == "embed_tokens":
         factor = embedding
+    elif owner == "embed_tokens_per_layer":
+        factor = float(torch.tensor(config.per_layer_size**0.5).to(dtype))
+    elif slot.name.endswith("router.scale"):
+        factor = config.hidden_size**-0.5
     elif slot.name.startswith("model.norm."):
         factor = config.logit_scale / (embedding if config.tie_word_embeddings else 1.0)
     elif owner in ("o_proj", "down_proj") or slot.name.endswith("experts.down_proj"):

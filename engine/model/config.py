@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch  # for types only: a client must not load torch
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+PROPORTIONAL = "proportional"  # Gemma 4 only: the slower pairs of the whole head are not rotated
 LONGROPE = "longrope"  # Phi-3 only: a factor per frequency, with one list for short and another for long contexts
 NO_ROPE = "none"  # layers without positions
 LINEAR = "Linear"  # the target of compressed-tensors that matches every matrix
@@ -36,6 +37,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()  # for longrope, like the next field
     long_factors: tuple[float, ...] = ()
     rotary_dim: int = 0  # how many numbers of a head are rotated; 0: the whole head
+    share: float = 1.0  # for proportional: the share of the pairs of a head that is rotated
     # True: the checkpoint rotates neighbouring numbers (2i, 2i + 1); False: numbers i and i + rotary_dim / 2.
     interleaved: bool = False
     # Llama 4's scaling: queries at position p are multiplied by 1 + beta · ln(1 + ⌊p / original_max_position⌋).
@@ -54,6 +56,7 @@ class ExpertsConfig:
     biases: bool = False  # of the router and of the experts
     limit: float = 0.0  # gpt-oss: gates and ups are clamped to this number; 0: plain silu(gate) · up
     alpha: float = 0.0  # for clamped gates: gate · sigmoid(alpha · gate) · (up + 1)
+    beside_mlp: bool = False  # Gemma 4: a layer has an MLP, too, and each expert's output has a factor of its own
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,11 @@ class ModelConfig:
     # (kv heads, head dimension) of each layer, if layers differ; empty: num_kv_heads and head_dim in every layer.
     layer_heads: tuple[tuple[int, int], ...] = ()
     kv_source: tuple[int, ...] = ()  # the layer whose keys and values each layer reads; empty: its own
+    keys_as_values: bool = False  # in layers without a window, values are the projected keys
+    value_norm: bool = False  # values are normalised, without a weight
+    layer_widths: tuple[int, ...] = ()  # intermediate_size of each layer, if layers differ
+    per_layer_size: int = 0  # size of the token embeddings that each layer adds to the residual; 0: none
+    layer_scalars: bool = False  # the residual is multiplied by a number at the end of each layer
     experts: ExpertsConfig | None = None  # None: every layer's MLP is dense
     dtype: str = "bfloat16"  # of the checkpoint
     packing: Packing | None = None  # None: the checkpoint's matrices are plain tensors
@@ -172,6 +180,14 @@ class ModelConfig:
         """The rows of the matrix before the MLP's activation."""
         return (1 + self.gated) * self.intermediate_size
 
+    def inner_size_of(self, layer: int) -> int:
+        """Returns the inner size of a layer's MLP."""
+        return self.layer_widths[layer] if self.layer_widths else self.intermediate_size
+
+    def projects_values(self, layer: int) -> bool:
+        """Returns whether a layer has a projection of its own for values."""
+        return self.source_of(layer) == layer and not (self.keys_as_values and not self.window(layer))
+
     def rope_of(self, layer: int) -> RopeConfig:
         """Returns the rotary positions of a layer."""
         return self.layer_ropes[layer] if self.layer_ropes else self.rope
@@ -196,32 +212,49 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """The number of scalars in the checkpoint. Tied embeddings are counted once."""
-        return self._parameters(self.experts.count if self.experts else 0)
+        per_layer = self.num_layers * self.per_layer_size * self.vocab_size
+        return per_layer + self._parameters(self.experts.count if self.experts else 0)
 
     @property
     def active_parameters(self) -> int:
-        """The number of parameters that one token uses. Only the experts that the router selects for it are counted."""
+        """The number of parameters that one token uses.
+
+        Only the experts that the router selects for it are counted, and no embeddings of layers (per_layer_size).
+        """
         return self._parameters(self.experts.per_token if self.experts else 0)
 
     def _parameters(self, experts: int) -> int:
         """Returns the number of scalars. Of each mixture, `experts` experts and the whole router are counted."""
-        h, d = self.hidden_size, self.head_dim
-        qkv = (self.num_heads + 2 * self.num_kv_heads) * d
-        attention = h * qkv + self.num_heads * d * h + self.qkv_bias * qkv + self.output_bias * h
-        attention += self.sinks * self.num_heads
-        mlp = h * (self.mlp_width + self.intermediate_size) + self.mlp_bias * (self.mlp_width + h)
+        h = self.hidden_size
         norm = h * (1 + self.layer_norm)
-        norms = 2 * norm * (self.pre_norms + self.post_norms) + self.qk_norm * 2 * d
-        norms += self.full_qk_norm * (self.num_heads + self.num_kv_heads) * d
         embeddings = self.vocab_size * h * (1 if self.tie_word_embeddings else 2)
-        total = self.num_layers * (attention + norms) + embeddings + norm
-        if self.experts is None:
-            return total + self.num_layers * mlp
-        size, biases = self.experts.inner_size, self.experts.biases
-        mixture = self.experts.count * (h + biases) + experts * (3 * h * size + biases * (2 * size + h))
-        mixtures = sum(self.experts.layers)
-        return total + mixtures * mixture + (self.num_layers - mixtures) * mlp
+        every_layer = (h * self.num_layers + 1) * self.per_layer_size  # the projection for all layers, and its norm
+        return embeddings + norm + every_layer + sum(
+            self._attention_parameters(layer) + self._mlp_parameters(layer, experts) for layer in range(self.num_layers)
+        )
+
+    def _attention_parameters(self, layer: int) -> int:
+        """Returns the number of scalars of a layer's attention and of all its norms."""
+        h, heads, (kv_heads, d) = self.hidden_size, self.num_heads, self.heads_of(layer)
+        keys = kv_heads if self.source_of(layer) == layer else 0
+        qkv = (heads + keys + keys * self.projects_values(layer)) * d
+        attention = h * qkv + heads * d * h + self.qkv_bias * qkv + self.output_bias * h + self.sinks * heads
+        norms = 2 * h * (1 + self.layer_norm) * (self.pre_norms + self.post_norms)
+        norms += self.qk_norm * (1 + (keys > 0)) * d
+        return attention + norms + self.full_qk_norm * (heads + keys) * d
+
+    def _mlp_parameters(self, layer: int, experts: int) -> int:
+        """Returns the number of scalars of a layer's MLP, mixture and embedding, with `experts` experts."""
+        h, e, inner = self.hidden_size, self.experts, self.inner_size_of(layer)
+        width = (1 + self.gated) * inner
+        per_layer = (2 * self.per_layer_size + 1) * h if self.per_layer_size else 0
+        mlp = h * (width + inner) + self.mlp_bias * (width + h) + per_layer
+        if e is None or not e.layers[layer]:
+            return mlp
+        mixture = e.count * (h + e.biases) + experts * (3 * h * e.inner_size + e.biases * (2 * e.inner_size + h))
+        return mixture + (mlp + 4 * h + e.count if e.beside_mlp else 0)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Returns the bytes that one token takes in the KV caches of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        held = (self.heads_of(i) for i in range(self.num_layers) if self.source_of(i) == i)
+        return 2 * sum(kv_heads * head_dim for kv_heads, head_dim in held) * dtype.itemsize

@@ -1,15 +1,15 @@
 """One decoder for all supported families, from Llama to Gemma and gpt-oss.
 
 A layer has two parts: grouped-query attention, then an MLP or a mixture of experts (engine/model/experts.py). Each part
-has a norm before it, after it, or both. The families differ only in their configuration (engine/model/families.py),
-and much of what differs is multiplied into the weights when they are loaded (engine/model/checkpoint.py).
+has a norm before it, after it, or both. Layers of Gemma 4 have a third part (engine/model/gemma4.py). The families
+differ only in their configuration (engine/model/families.py), and much of what differs is multiplied into the weights
+when they are loaded (engine/model/checkpoint.py).
 Decoder.forward computes the model; the rest of this file defines the parameters and their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,55 +20,19 @@ from engine.groups import group_of_layers
 from engine.model import ops as torch_ops
 from engine.model.config import ModelConfig
 from engine.model.experts import Experts, Ops
+from engine.model.gemma4 import ExpertsBeside, LayerEnd, PerLayerEmbedding
 from engine.model.group import ALONE, Group
-from engine.model.linear import ByteWeight, Matrix, linear
+from engine.model.linear import linear
+from engine.model.matrices import Kept, Matrices, Quantised, norm_slots, norm_weight
 from engine.model.rope import query_scales, rope_table
 from engine.model.slots import Slot
-
-Quantised = type[ByteWeight] | None  # the class of rounded matrices; None: matrices are plain tensors
-Kept = Mapping[str, Quantised]  # by name of a tensor: the class that holds its 8-bit numbers as they are; None: none
-
-
-@dataclass(frozen=True)
-class Matrices:
-    """Makes uninitialised matrices of a decoder: tensors of `dtype`, or rounded numbers."""
-
-    dtype: torch.dtype
-    device: torch.device
-    quantised: Quantised
-    kept: Kept
-
-    def empty(self, rows: int, columns: int, prefix: str = "", names: Iterable[str] = ()) -> Matrix:
-        """Returns a parameter [rows, columns] for the tensors of these names. All of them are kept, or none is."""
-        kind = self.kept_kind(prefix, names) or self.quantised
-        if kind is not None:
-            return kind.empty(rows, columns, self.device)
-        return torch.empty(rows, columns, dtype=self.dtype, device=self.device)
-
-    def kept_kind(self, prefix: str, names: Iterable[str]) -> Quantised:
-        """Returns the class that holds all tensors of these names as they are stored; None if there is none."""
-        kinds = {self.kept.get(f"{prefix}{name}.weight") for name in names}
-        return kinds.pop() if len(kinds) == 1 else None
-
-
-def norm_weight(config: ModelConfig, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns an uninitialised norm weight [size]; for LayerNorm, weight and bias [2, size]."""
-    wide = torch.promote_types(dtype, torch.float32) if config.wide_norms else dtype
-    return torch.empty((2, size) if config.layer_norm else (size,), dtype=wide, device=device)
-
-
-def norm_slots(name: str, weight: torch.Tensor | None) -> Iterator[Slot]:
-    """Yields the slots of a norm weight of the hidden size; none if the model does not have this norm."""
-    if weight is not None:
-        for leaf, view in zip(("weight", "bias"), weight.view(-1, weight.shape[-1]), strict=False):
-            yield Slot(f"{name}.{leaf}", view)
 
 
 class DenseMLP:
     """Computes down(silu(gate(x)) · up(x)), or another activation, or no gate. Experts has the same methods."""
 
-    def __init__(self, config: ModelConfig, prefix: str, matrices: Matrices, ops: Ops) -> None:
-        hidden, inner, width = config.hidden_size, config.intermediate_size, config.mlp_width
+    def __init__(self, config: ModelConfig, inner: int, prefix: str, matrices: Matrices, ops: Ops) -> None:
+        hidden, width = config.hidden_size, (1 + config.gated) * inner
         dtype, device = matrices.dtype, matrices.device
         self.gated, self.silu = config.gated, config.gated and config.activation == "silu"
         # [T, width] -> [T, inner]; may overwrite its argument.
@@ -111,13 +75,17 @@ class Layer:
         def norm(has_it: bool, size: int = config.hidden_size) -> torch.Tensor | None:
             return norm_weight(config, size, dtype, device) if has_it else None
 
-        hidden, dim = config.hidden_size, config.head_dim
-        self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        hidden, (kv_heads, dim) = config.hidden_size, config.heads_of(index)
+        self.holds_kv = config.source_of(index) == index  # False: it reads the keys and values of another layer
+        kv_heads = kv_heads if self.holds_kv else 0
+        self._heads = [config.num_heads, kv_heads, kv_heads]
         self._dim = dim
+        self._projects_values = config.projects_values(index)
+        self.value_norm = config.value_norm and self.holds_kv
         width, normed = sum(self._heads) * dim, sum(self._heads[:2]) * dim
         # None without pre_norms. The fast paths refuse such models, so the types leave the None out.
         self.input_norm: Any = norm(config.pre_norms)
-        self.qkv = matrices.empty(width, hidden, f"{prefix}self_attn.", ["q_proj", "k_proj", "v_proj"])
+        self.qkv = matrices.empty(width, hidden, f"{prefix}self_attn.", dict.fromkeys(self._projections))
         self.qkv_bias = empty(width) if config.qkv_bias else None
         # One row per head, so that one kernel normalises queries and keys together.
         head_norm = norm(config.qk_norm, normed)
@@ -129,19 +97,42 @@ class Layer:
         self.after_attention = norm(config.post_norms)
         self.post_norm: Any = norm(config.pre_norms)  # before the MLP
         self.mlp: DenseMLP | Experts
-        if config.experts is not None and config.experts.layers[index]:
+        self.beside: ExpertsBeside | None = None
+        if config.experts is not None and config.experts.beside_mlp:
+            self.beside = ExpertsBeside(config, config.experts, matrices, ops)
+        if config.experts is not None and config.experts.layers[index] and self.beside is None:
             experts, leaves = range(config.experts.count), ("gate_proj", "up_proj", "down_proj")
             names = [f"{expert}.{leaf}" for expert in experts for leaf in leaves]
             kind = matrices.kept_kind(f"{prefix}mlp.experts.", names) or matrices.quantised
             self.mlp = Experts(config.experts, hidden, dtype, device, ops, kind)
         else:
-            self.mlp = DenseMLP(config, f"{prefix}mlp.", matrices, ops)
+            self.mlp = DenseMLP(config, config.inner_size_of(index), f"{prefix}mlp.", matrices, ops)
         self.after_mlp = norm(config.post_norms)
+        self.end = LayerEnd(config, matrices, prefix) if config.layer_scalars else None
 
-    def normalise_qk(self, qkv: torch.Tensor, eps: float) -> torch.Tensor:
-        """Returns qkv [T, (Hq + 2·Hkv)·D] with one norm over all queries and one over all keys."""
-        assert self.full_qk_norm is not None
+    @property
+    def experts(self) -> Experts | None:
+        """The layer's mixture of experts, in the place of its MLP or beside it."""
+        return self.beside.experts if self.beside is not None else self.mlp if isinstance(self.mlp, Experts) else None
+
+    @property
+    def _projections(self) -> tuple[str, ...]:
+        """The names of the matrices of queries, keys and values in the checkpoint."""
+        if not self.holds_kv:
+            return ("q_proj",)
+        return ("q_proj", "k_proj", "v_proj" if self._projects_values else "k_proj")
+
+    def normalise_qkv(self, qkv: torch.Tensor, eps: float) -> torch.Tensor:
+        """Returns qkv [T, (Hq + 2·Hkv)·D] with the norms of all queries, of all keys, or of the values.
+
+        It may overwrite qkv. Norms of single heads of queries and keys follow in ops.qk_norm_rope_store.
+        """
         sizes = [heads * self._dim for heads in self._heads]
+        if self.value_norm:
+            values = qkv.split(sizes, -1)[2].unflatten(-1, (-1, self._dim))
+            values.copy_(torch_ops.plain_norm(values, eps))
+        if self.full_qk_norm is None:
+            return qkv
         q, k, v = qkv.split(sizes, -1)
         weights = self.full_qk_norm.split(sizes[:2])
         return torch.cat((torch_ops.norm(q, weights[0], eps), torch_ops.norm(k, weights[1], eps), v), -1)
@@ -149,13 +140,13 @@ class Layer:
     def slots(self, prefix: str) -> Iterator[Slot]:
         sizes = [heads * self._dim for heads in self._heads]
         yield from norm_slots(f"{prefix}input_layernorm", self.input_norm)
-        for name, view in zip("qkv", self.qkv.split(sizes), strict=True):
-            yield Slot(f"{prefix}self_attn.{name}_proj.weight", view)
+        for name, view in zip(self._projections, self.qkv.split(sizes), strict=False):
+            yield Slot(f"{prefix}self_attn.{name}.weight", view)
         if self.qkv_bias is not None:
-            for name, view in zip("qkv", self.qkv_bias.split(sizes), strict=True):
-                yield Slot(f"{prefix}self_attn.{name}_proj.bias", view)
+            for name, view in zip(self._projections, self.qkv_bias.split(sizes), strict=False):
+                yield Slot(f"{prefix}self_attn.{name}.bias", view)
         if self.qk_norm is not None:
-            for name, view in zip("qk", self.qk_norm.split(self._heads[:2]), strict=True):
+            for name, view in zip("qk" if self.holds_kv else "q", self.qk_norm.split(self._heads[:2]), strict=False):
                 yield Slot(f"{prefix}self_attn.{name}_norm.weight", view, repeated=True)
         if self.full_qk_norm is not None:
             for name, view in zip("qk", self.full_qk_norm.split(sizes[:2]), strict=True):
@@ -168,7 +159,11 @@ class Layer:
         yield from norm_slots(f"{prefix}after_attention_norm", self.after_attention)
         yield from norm_slots(f"{prefix}post_attention_layernorm", self.post_norm)
         yield from self.mlp.slots(f"{prefix}mlp.")
+        if self.beside is not None:
+            yield from self.beside.slots(prefix)
         yield from norm_slots(f"{prefix}after_mlp_norm", self.after_mlp)
+        if self.end is not None:
+            yield from self.end.slots(prefix)
 
 
 class Decoder:
@@ -195,16 +190,18 @@ class Decoder:
         outer = Matrices(dtype, device, None if quantised is None else quantised.vocabulary(), {})
         size = config.vocab_size, config.hidden_size
         self.embedding = outer.empty(*size)
+        self.per_layer = PerLayerEmbedding(config, matrices, outer) if config.per_layer_size else None
         self.layers = [Layer(config, i, matrices, ops) for i in range(config.num_layers)]
         self.norm = norm_weight(config, config.hidden_size, dtype, device)
         self.head = self.embedding if config.tie_word_embeddings else outer.empty(*size)
         exact = torch.float64 if dtype == torch.float64 else torch.float32
+        kinds = [(config.rope_of(i), config.heads_of(i)[1]) for i in range(config.num_layers)]
         tables = {
-            rope: torch.empty(max_positions, config.head_dim, dtype=exact, device=device) if device.type == "meta"
-            else rope_table(rope, config.head_dim, max_positions, config.max_position).to(device, exact)
-            for rope in config.layer_ropes or (config.rope,)
+            (rope, dim): torch.empty(max_positions, dim, dtype=exact, device=device) if device.type == "meta"
+            else rope_table(rope, dim, max_positions, config.max_position).to(device, exact)
+            for rope, dim in set(kinds)
         }  # fmt: skip
-        self.rope_tables = [tables[config.rope_of(i)] for i in range(config.num_layers)]  # of each layer
+        self.rope_tables = [tables[kind] for kind in kinds]  # of each layer
         self._group_of = group_of_layers(config)
         scales = query_scales(config.rope, max_positions)
         self.query_scales = None if scales is None else scales.to(device, dtype)
@@ -220,16 +217,17 @@ class Decoder:
         slots = [meta.slot_mapping, *(side.slot_mapping for side in meta.groups)]
         ropes = {id(table): ops.rope_rows(table, meta.positions) for table in self.rope_tables}
         residual = group.embed(token_ids, self.embedding)
+        added = None if self.per_layer is None else self.per_layer(token_ids, residual, eps)
         before = self.layers[0].input_norm
         x = residual if before is None else ops.norm(residual, before, eps)
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             keys, values, scales = pool.keys[i], pool.values[i], pool.scales[i]
             qkv = linear(x, layer.qkv, layer.qkv_bias)
-            if layer.full_qk_norm is not None:
-                qkv = layer.normalise_qk(qkv, eps)
+            if layer.full_qk_norm is not None or layer.value_norm:
+                qkv = layer.normalise_qkv(qkv, eps)
             rope = ropes[id(self.rope_tables[i])]
-            where = slots[self._group_of[i] if meta.groups else 0]
+            where = slots[self._group_of[i]] if layer.holds_kv else None
             q = ops.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, where, scales)
             if self.query_scales is not None:
                 q = q * self.query_scales[meta.positions][:, None, None]
@@ -238,10 +236,17 @@ class Decoder:
             if i == last and meta.logit_rows is not None:  # from here on, only the tokens in logit_rows are needed
                 live = meta.live_rows
                 x, residual = x.index_select(0, meta.logit_rows), residual.index_select(0, meta.logit_rows)
+                added = None if added is None else added.index_select(1, meta.logit_rows)
             x = linear(x, layer.output, layer.output_bias)
             x = self.add(x, residual, layer.after_attention, layer.post_norm)
             following = self.norm if i == last else self.layers[i + 1].input_norm
-            x = self.add(layer.mlp(x, live), residual, layer.after_mlp, following)
+            x = layer.mlp(x, live)
+            if layer.beside is not None:
+                x = layer.beside(x, residual, eps)
+            x = self.add(x, residual, layer.after_mlp, following if layer.end is None else None)
+            if layer.end is not None:
+                layer.end(residual, None if added is None else added[i], eps)
+                x = residual if following is None else ops.norm(residual, following, eps)
         return x
 
     def add(
@@ -263,6 +268,8 @@ class Decoder:
     def slots(self) -> Iterator[Slot]:
         """Yields a Slot for every parameter, with the name that a Llama checkpoint gives it."""
         yield Slot("model.embed_tokens.weight", self.embedding)
+        if self.per_layer is not None:
+            yield from self.per_layer.slots("model.")
         for i, layer in enumerate(self.layers):
             yield from layer.slots(f"model.layers.{i}.")
         yield from norm_slots("model.norm", self.norm)
@@ -281,7 +288,7 @@ class Decoder:
         The counts are int64 [layers, E]. At least one layer must have experts. The last layer counts only tokens whose
         logits were needed.
         """
-        loads = {i: layer.mlp.load for i, layer in enumerate(self.layers) if isinstance(layer.mlp, Experts)}
+        loads = {i: layer.experts.load for i, layer in enumerate(self.layers) if layer.experts is not None}
         taken = torch.stack(list(loads.values()))
         torch._foreach_zero_(list(loads.values()))
         return list(loads), taken
@@ -293,10 +300,11 @@ class Decoder:
 
     @property
     def nbytes_per_token(self) -> int:
-        """Bytes of the weights that one token needs: all weights except idle experts and the embedding.
+        """Bytes of the weights that one token needs: all weights except idle experts and embeddings.
 
         If the embedding is also the head, the head is not counted either.
         """
-        experts = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
+        experts = [layer.experts for layer in self.layers if layer.experts is not None]
         idle = sum(mlp.nbytes * (mlp.config.count - mlp.config.per_token) // mlp.config.count for mlp in experts)
-        return self.nbytes - self.embedding.nbytes - idle
+        per_layer = 0 if self.per_layer is None else self.per_layer.embedding.nbytes
+        return self.nbytes - self.embedding.nbytes - per_layer - idle

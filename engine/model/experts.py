@@ -7,7 +7,7 @@ this form.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +31,7 @@ class Ops(Protocol):
 
     def qk_norm_rope_store(
         self, qkv: torch.Tensor, qk_weight: torch.Tensor | None, eps: float, rope: Any, k_cache: torch.Tensor,
-        v_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_scales: torch.Tensor | None, /,
+        v_cache: torch.Tensor, slot_mapping: torch.Tensor | None, kv_scales: torch.Tensor | None, /,
     ) -> torch.Tensor: ...  # fmt: skip
 
     def silu_mul(self, gate_up: torch.Tensor, /) -> torch.Tensor: ...
@@ -51,15 +51,17 @@ class Experts:
 
     def __init__(
         self, config: ExpertsConfig, hidden: int, dtype: torch.dtype, device: torch.device, ops: Ops,
-        kind: type[ByteWeight] | None = None,
+        kind: type[ByteWeight] | None = None, gated: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """`kind`: the class of the weights; None: tensors of `dtype`."""
+        """`kind`: the class of the weights; None: tensors of `dtype`. `gated`: replaces ops.silu_mul."""
+        self._gated = gated or ops.silu_mul
         self._ops = ops
         self.config = config
         self.router = torch.empty(config.count, hidden, dtype=dtype, device=device)
         self.gate_up = _stack(config.count, 2 * config.inner_size, hidden, dtype, device, kind)
         self.down = _stack(config.count, hidden, config.inner_size, dtype, device, kind)
         self.router_bias = self.gate_up_bias = self.down_bias = None
+        self.factors: torch.Tensor | None = None  # [E]: each expert's output is multiplied by its number
         if config.biases:
             self.router_bias = torch.empty(config.count, dtype=dtype, device=device)
             self.gate_up_bias = torch.empty(config.count, 2 * config.inner_size, dtype=dtype, device=device)
@@ -71,9 +73,9 @@ class Experts:
         """x [T, H] -> [T, H]. `live` int32 [1]: the number of tokens before the padding; the padding becomes zeros."""
         return self._ops.experts(x, self, live)
 
-    def one_by_one(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, H] -> [T, H], computed one expert after another."""
-        weights, chosen = self.route(x)
+    def one_by_one(self, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, H] -> [T, H], computed one expert after another. `routed`: the router's input; None: x."""
+        weights, chosen = self.route(x if routed is None else routed)
         per_token = self.config.per_token
         counts = chosen.view(-1).bincount(minlength=self.config.count)
         self.load += counts
@@ -89,7 +91,7 @@ class Experts:
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
         if not self.config.limit:
-            return self._ops.silu_mul(gate_up)
+            return self._gated(gate_up)
         gate, up = gate_up.chunk(2, -1)
         gate, up = gate.clamp(max=self.config.limit), up.clamp(-self.config.limit, self.config.limit)
         return gate * torch.sigmoid(gate * self.config.alpha) * (up + 1)
@@ -105,6 +107,8 @@ class Experts:
         weights, chosen = probabilities.topk(self.config.per_token)
         if self.config.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
+        if self.factors is not None:
+            weights = weights * self.factors[chosen]
         return weights.to(x.dtype), chosen
 
     @property

@@ -47,6 +47,7 @@ class Architecture:
     interleaved: bool = False
     longrope: bool = False  # rope kinds are "default" and "longrope"
     two_ropes: bool = False  # layers with a window have other rotary positions, without scaling
+    uneven: bool = False  # Gemma 4: layers differ in more than that (engine/model/hf/uneven.py)
     # Foreign keys (engine/model/hf/foreign_keys.py) that are read for this architecture.
     reads: str = ""
     # Names of modules in the checkpoint, by the decoder's names.
@@ -80,6 +81,22 @@ SIZE_OF_GEMMA = {
 MINISTRAL3_ROPE = {
     "type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
     "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+GEMMA4: dict[str, Any] = {
+    **GEMMA, "offset_norms": False, "qk_norm": True, "full_layers": (6, 5), "two_ropes": True, "uneven": True,
+    "reads": "final_logit_softcapping num_kv_shared_layers per_layer_config attention_k_eq_v "
+    "use_bidirectional_attention hidden_size_per_layer_input enable_moe_block use_double_wide_mlp",
+    "names": GEMMA["names"] | {"gate": "router.proj"},
+}  # fmt: skip
+SIZE_OF_GEMMA4: dict[str, Any] = {
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True,
+    "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "sliding_window": 512, "max_position_embeddings": 131_072, "hidden_size_per_layer_input": 256,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    },
 }  # fmt: skip
 
 ARCHITECTURES = {
@@ -166,6 +183,12 @@ ARCHITECTURES = {
         defaults={**SIZE_OF_GEMMA, "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
                   "num_hidden_layers": 26, "max_position_embeddings": 131_072, "rope_theta": 1e6},
     ),
+    "Gemma4ForCausalLM": Architecture("Gemma 4", "google/gemma-4-E2B-it", **GEMMA4, defaults=SIZE_OF_GEMMA4),
+    "Gemma4UnifiedForCausalLM": Architecture(
+        "Gemma 4 (unified)", "google/gemma-4-12B-it", **GEMMA4,
+        defaults={**SIZE_OF_GEMMA4, "sliding_window": 1024, "max_position_embeddings": 262_144,
+                  "hidden_size_per_layer_input": 0},
+    ),
     "StableLmForCausalLM": Architecture(
         "StableLM", "stabilityai/stablelm-2-zephyr-1_6b", qkv_bias="use_qkv_bias", eps="layer_norm_eps",
         layer_norm=True, partial_rotary=0.25, reads="partial_rotary_factor", defaults={"layer_norm_eps": 1e-5},
@@ -210,13 +233,16 @@ MODEL_TYPES = {
     "glm4": "Glm4ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "stablelm": "StableLmForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
 # Models of text and images, whose text part is one of the families: its fields are in text_config.
 WITH_IMAGES = {
-    "Gemma3ForConditionalGeneration": "gemma3_text", "Mistral3ForConditionalGeneration": "mistral",
+    "Gemma3ForConditionalGeneration": "gemma3_text", "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text", "Mistral3ForConditionalGeneration": "mistral",
     "Qwen2VLForConditionalGeneration": "qwen2", "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3", "Qwen3VLMoeForConditionalGeneration": "qwen3_moe",
 }  # fmt: skip

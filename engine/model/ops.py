@@ -31,6 +31,12 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (weight * F.rms_norm(x.float(), weight.shape, None, eps).to(weight.dtype)).to(x.dtype)
 
 
+def plain_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Returns the RMSNorm of x [..., H] without a weight, computed in fp32."""
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return F.rms_norm(wide, x.shape[-1:], None, eps).to(x.dtype)
+
+
 def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Add x [T, H] to residual [T, H] in place, rounded to the residual's dtype; return norm(residual) [T, H]."""
     residual.add_(x)
@@ -55,7 +61,7 @@ def qk_norm_rope_store(
     rope: Any,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    slot_mapping: torch.Tensor | None,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norm and rotate queries and keys; write keys and values to the cache; return the queries [T, Hq, D].
@@ -65,26 +71,30 @@ def qk_norm_rope_store(
     rope           what rope_rows returned for this step's positions
     k_cache        [num_blocks, block_size, Hkv, D], contiguous, the model's dtype or FP8; v_cache the same
     kv_scales      fp32 [2, Hkv], for an 8-bit cache (engine/attention/kv_fp8.py); None: the cache has the model's dtype
-    slot_mapping   int64 [T]: token t is written to cache.view(-1, Hkv, D)[slot_mapping[t]]; padding has slot 0
+    slot_mapping   int64 [T]: token t is written to cache.view(-1, Hkv, D)[slot_mapping[t]]; padding has slot 0.
+                   None: qkv has only queries, of a layer that reads the keys and values of another layer
 
     The rotation turns the pairs (x_i, x_(i + D/2)) ("half-split"). It is computed in fp32 and rounded once.
     """
     tokens, (kv_heads, dim) = len(qkv), k_cache.shape[2:]
     heads = qkv.view(tokens, -1, dim)
-    qk, v = heads[:, :-kv_heads], heads[:, -kv_heads:]
+    queries = heads.shape[1] - (0 if slot_mapping is None else 2 * kv_heads)
+    qk, v = heads[:, : queries + kv_heads], heads[:, queries + kv_heads :]
     if qk_weight is not None:
         wide = qk if qk.dtype in (torch.float32, torch.float64) else qk.float()
         qk = (F.rms_norm(wide, (dim,), None, eps).to(qk_weight.dtype) * qk_weight).to(qk.dtype)
     cos, sin = rope
     halves = qk.unflatten(-1, (2, dim // 2))
     rotated = torch.addcmul(halves * cos, halves.flip(2), sin).to(qkv.dtype).flatten(2)
-    k = rotated[:, -kv_heads:]
+    if slot_mapping is None:
+        return rotated
+    k = rotated[:, queries:]
     if kv_scales is not None:  # copied as bytes: torch cannot copy 8-bit floating-point numbers by index
         k, v = (kv_fp8.quantise(x, scale).view(torch.uint8) for x, scale in zip((k, v), kv_scales, strict=True))
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     k_cache.view(-1, kv_heads, dim).index_copy_(0, slot_mapping, k)
     v_cache.view(-1, kv_heads, dim).index_copy_(0, slot_mapping, v)
-    return rotated[:, :-kv_heads]
+    return rotated[:, :queries]
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from engine.model.config import LONGROPE, NO_ROPE, RopeConfig
+from engine.model.config import LONGROPE, NO_ROPE, PROPORTIONAL, RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int, length: int = 0) -> torch.Tensor:
@@ -22,6 +22,10 @@ def inverse_frequencies(rope: RopeConfig, dim: int, length: int = 0) -> torch.Te
     plain = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     if rope.kind == "linear":
         return plain / rope.factor
+    if rope.kind == PROPORTIONAL:
+        pairs = int(rope.share * dim // 2)
+        rotated = 1.0 / (rope.theta ** (torch.arange(0, 2 * pairs, 2, dtype=torch.float32) / dim))
+        return torch.nn.functional.pad(rotated, (0, dim // 2 - pairs)) / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, plain)
     if rope.kind == "yarn":

@@ -26,17 +26,25 @@ WORDS = {
     "head_shapes": "layers with different heads",
     "shared_kv": "layers that share keys and values",
     "groups": "several groups of layers with a block table each",
+    "value_norm": "normalised values",
+    "mlp_widths": "MLPs of different widths",
+    "per_layer_inputs": "embeddings for each layer",
+    "layer_scalars": "factors of the residual",
+    "beside_mlp": "experts beside an MLP",
 }
+UNEVEN = {
+    "head_shapes", "shared_kv", "value_norm", "mlp_widths", "per_layer_inputs", "layer_scalars", "beside_mlp",
+}  # fmt: skip
 SUPPORTED: dict[str, frozenset[str]] = {
     "cpu_decode": frozenset({"softcap", "sinks", "windows"}),  # engine/worker/cpu/cpu_decode.py
     "compiled": frozenset({"windows", "several_ropes"}),  # engine/worker/cpu/compiled_decoder.py
     # engine/worker/graphs/cuda_graphs.py and fused_decode.py
-    "graphs": frozenset(WORDS) - {"query_scales", "head_shapes", "shared_kv"},
+    "graphs": frozenset(WORDS) - {"query_scales"} - UNEVEN,
     # The kernels for one token in engine/worker/graphs/fused_decode.py. They need no norms in float32 either.
     "one_token": frozenset({"experts", "softcap", "sinks", "windows", "logit_softcap", "several_ropes", "groups"}),
-    "ranks": frozenset(WORDS) - {"full_qk_norm", "head_shapes", "shared_kv"},  # engine/parallel/shards.py
+    "ranks": frozenset(WORDS) - {"full_qk_norm"} - UNEVEN,  # engine/parallel/shards.py
     # The bounds of engine/model/kv_scales.py assume an RMSNorm before the projections.
-    "fp8_cache": frozenset(WORDS) - {"layer_norm", "no_pre_norms", "full_qk_norm", "head_shapes", "shared_kv"},
+    "fp8_cache": frozenset(WORDS) - {"layer_norm", "no_pre_norms", "full_qk_norm"} - UNEVEN,
 }
 
 
@@ -64,6 +72,11 @@ def traits(config: ModelConfig) -> frozenset[str]:
         "head_shapes": len(set(config.layer_heads)) > 1,
         "shared_kv": any(config.source_of(layer) != layer for layer in range(config.num_layers)),
         "groups": len(paged_groups(config)) > 1,
+        "value_norm": config.value_norm,
+        "mlp_widths": len(set(config.layer_widths)) > 1,
+        "per_layer_inputs": config.per_layer_size > 0,
+        "layer_scalars": config.layer_scalars,
+        "beside_mlp": config.experts is not None and config.experts.beside_mlp,
     }
     return frozenset(name for name, it_has in has.items() if it_has)
 

@@ -101,8 +101,8 @@ def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
     for slot in slots:
         if generator is None:
             generator = torch.Generator(slot.view.device).manual_seed(seed)
-        if "norm" in slot.name:
-            slot.view.fill_(slot.name.endswith("weight"))
+        if "norm" in slot.name or "scal" in slot.name:  # weights of norms, and factors
+            slot.view.fill_(not slot.name.endswith("bias"))
         elif slot.cut is None:
             slot.view.normal_(0, 0.02, generator=generator)
         else:  # draw the whole tensor, so that the numbers do not depend on the number of ranks
@@ -291,7 +291,10 @@ def is_unused(name: str) -> bool:
     Older Llama checkpoints have rotary frequencies, but the configuration determines them. `mtp`: layers that predict
     several tokens at once.
     """
-    parts = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
+    parts = (
+        "vision_tower.", "multi_modal_projector.", "visual.", "mtp.", "embed_vision.", "embed_audio.", "audio_tower.",
+        "vision_embedder.",
+    )  # fmt: skip
     # This engine computes the scales of activations, keys and values itself, if it rounds them at all.
     unused = (
         ".rotary_emb.inv_freq", ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale",

@@ -319,6 +319,8 @@ def test_every_field_of_the_familys_configuration_is_looked_at(
     config = AutoConfig.for_model(kind)
     raw = Watched({**QWEN3, **EXPERTS, "architectures": None, "model_type": kind})
     del raw["use_sliding_window"], raw["max_window_layers"]
+    if kind == "gemma4_text":
+        raw |= {"enable_moe_block": True, "top_k_experts": 2}
     monkeypatch.setattr(engine.model.hf.config, "read_json", lambda path: raw)
     read_model_config(tmp_path)
     from engine.model.hf.foreign_keys import neutral_values

@@ -223,14 +223,15 @@ def test_every_trait_that_a_path_may_lack_is_named() -> None:
     others = {field.name for field in fields(ModelConfig)} - everywhere
     assert others == {
         "full_qk_norm", "layer_norm", "pre_norms", "post_norms", "activation", "gated", "softcap", "sinks",
-        "logit_softcap", "layer_ropes", "windows", "layer_heads", "kv_source",
+        "logit_softcap", "layer_ropes", "windows", "layer_heads", "kv_source", "keys_as_values", "value_norm",
+        "layer_widths", "per_layer_size", "layer_scalars",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("Gemma3nForCausalLM", "Gemma 3 (text)"), ("Gemma4ForConditionalGeneration", "Gemma 3 (text)"),
+        ("Gemma3nForCausalLM", "Gemma 3 (text)"), ("Gemma4AssistantForCausalLM", "Gemma 4"),
         ("PhiForCausalLM", "Phi-3"), ("Qwen2MoeForCausalLM", "Qwen3-MoE"), ("Qwen3NextForCausalLM", "Qwen3"),
         ("Qwen3OmniMoeForConditionalGeneration", "Qwen3-MoE"), ("GraniteMoeHybridForCausalLM", "Granite 3"),
         ("OlmoForCausalLM", "OLMo 3"), ("Llama4ForConditionalGeneration", "Llama 2, 3"), ("GlmForCausalLM", "GLM-4"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.support.models import SMALL, SMALL_EXPERTS
+from tests.support.models import SMALL, SMALL_EXPERTS, VOCAB
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 LLAMA3 = {
@@ -135,6 +135,35 @@ def _gemma3(random: Random, layers: int) -> dict[str, Any]:
     return fields | (_layer_types(random, layers) or {"sliding_window_pattern": 2})
 
 
+def _gemma4_unified(random: Random, layers: int) -> dict[str, Any]:
+    layers = random.choice([3, 4, 6])
+    both = ["sliding_attention", "full_attention"]
+    kinds = both + random.choices(both, k=layers - 3)
+    kinds = [*random.sample(kinds, len(kinds)), "full_attention"]
+    seen = 1 + max(kinds.index(kind) for kind in set(kinds))
+    fields = _maybe(
+        random, attention_k_eq_v=True, num_global_key_value_heads=random.choice([None, 1, 2]),
+        num_kv_shared_layers=random.randint(0, layers - seen), use_double_wide_mlp=True,
+        final_logit_softcapping=random.choice([None, 3.0]), attention_bias=random.random() < 0.3,
+    )  # fmt: skip
+    fields |= {"num_hidden_layers": layers, "layer_types": kinds, "sliding_window": random.choice([3, 9, 11])}
+    if random.random() < 0.5:
+        whole = {"rope_type": "proportional", "rope_theta": 2e4, "partial_rotary_factor": 0.5, "factor": 2.0}
+        local = {"rope_type": "default", "rope_theta": 500.0}
+        fields |= {"rope_parameters": {"full_attention": whole, "sliding_attention": local}}
+    return fields | {"global_head_dim": random.choice([16, 48, 64])}
+
+
+def _gemma4(random: Random, layers: int) -> dict[str, Any]:
+    fields = _gemma4_unified(random, layers)
+    # transformers needs embeddings of layers in models that share keys and values.
+    sizes = [8, 24] if fields.get("num_kv_shared_layers") else [0, 8, 24]
+    fields |= {"hidden_size_per_layer_input": random.choice(sizes), "vocab_size_per_layer_input": VOCAB}
+    if random.random() < 0.4:
+        fields |= {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 40}
+    return fields
+
+
 def _stablelm(random: Random, layers: int) -> dict[str, Any]:
     return {"head_dim": ...} | _maybe(random, use_qkv_bias=True, partial_rotary_factor=0.5, layer_norm_eps=1e-4)
 
@@ -150,10 +179,16 @@ def _gpt_oss(random: Random, layers: int) -> dict[str, Any]:
     return fields | _layer_types(random, layers)
 
 
+def _norm_in_double(module: Any, x: torch.Tensor) -> torch.Tensor:
+    found = module._norm(x)
+    return found * module.weight if module.with_scale else found
+
+
 FAMILIES = {
     "granite": _granite, "seed_oss": _seed_oss, "cwm": _cwm, "ministral": _ministral, "ministral3": _ministral3,
     "smollm3": _smollm3, "mixtral": _mixtral, "phi3": _phi3, "olmo2": _olmo, "olmo3": _olmo3, "glm4": _glm4,
     "gemma2": _gemma2, "gemma3_text": _gemma3, "stablelm": _stablelm, "starcoder2": _starcoder2, "gpt_oss": _gpt_oss,
+    "gemma4_text": _gemma4, "gemma4_unified_text": _gemma4_unified,
 }  # fmt: skip
 
 
@@ -170,11 +205,19 @@ def checkpoint(kind: str, seed: int, directory: Path, **fields: Any) -> Any:
     path.write_text(json.dumps(raw))
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager", attn_implementation="eager")
+    # Their eager attention rounds probabilities to float32, which shows with the large scores of Gemma 4.
+    attention = "sdpa" if kind.startswith("gemma4") else "eager"
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager", attn_implementation=attention)
     model = model.double().eval()
+    for module in model.modules():
+        if hasattr(module, "with_scale"):  # Gemma 4's norms, which compute in float32
+            module.forward = _norm_in_double.__get__(module)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_(torch.randn_like(parameter) * (0.2 if "norm" in name else 0.1 if "bias" in name else 0.05))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(directory, save_original_format=True)
     path.write_text(json.dumps(raw))
     return model

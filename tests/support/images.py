@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.support.models import SMALL, SMALL_EXPERTS, rewrite
+from tests.support.models import SMALL, SMALL_EXPERTS, VOCAB, rewrite
 
 TEXT = {**SMALL, "num_key_value_heads": 2, "head_dim": 16}
 MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 5000.0}
@@ -22,6 +22,11 @@ VISION = {
 }  # fmt: skip
 IMAGES: dict[str, tuple[str, bool, dict[str, Any]]] = {  # name: (model_type, tied embeddings, fields of text_config)
     "gemma3": ("gemma3", True, {"sliding_window": 9, "query_pre_attn_scalar": 16}),
+    "gemma4": ("gemma4", True, {"sliding_window": 9, "global_head_dim": 32, "num_kv_shared_layers": 0,
+                                "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+                                "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma4_unified": ("gemma4_unified", True, {"sliding_window": 9, "global_head_dim": 32,
+                                                "layer_types": ["sliding_attention", "full_attention"]}),
     "mistral3": ("mistral3", False, {"model_type": "mistral", "sliding_window": None}),
     "ministral3": ("mistral3", True, {"model_type": "ministral3", "rope_parameters": YARN}),
     "qwen2_vl": ("qwen2_vl", False, {"rope_parameters": MROPE}),

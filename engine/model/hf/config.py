@@ -17,6 +17,7 @@ from engine.model.hf.layers import LayerReader
 from engine.model.hf.nearest import nearest
 from engine.model.hf.packing import read_packing
 from engine.model.hf.rope import MOST_POSITIONS, RopeReader
+from engine.model.hf.uneven import read_uneven
 
 TIED = "tie_word_embeddings"
 MOST_LAYERS = 10_000
@@ -72,7 +73,7 @@ class ConfigReader:
             post_norms=arch.post_norms,
             activation=arch.activation,
             gated=arch.gated,
-            attention_scale=self._attention_scale(arch),
+            attention_scale=1.0 if arch.uneven else self._attention_scale(arch),
             softcap=self._own(arch, "attn_logit_softcapping", 0.0),
             sinks=arch.sinks,
             logit_softcap=self._own(arch, "final_logit_softcapping", 0.0),
@@ -81,9 +82,13 @@ class ConfigReader:
             logit_scale=1 / self._own(arch, "logits_scaling", 1.0),
             layer_ropes=layer_ropes,
             windows=windows,
+            value_norm=arch.uneven,
+            layer_scalars=arch.uneven,
             experts=self._experts(arch, layers) if arch.experts else None,
             dtype=self._dtype(),
         )
+        if arch.uneven:
+            config = read_uneven(fields, config)
         config = replace(config, packing=read_packing(fields, config))
         if config.max_context > MOST_POSITIONS:
             raise self._error(
@@ -96,6 +101,9 @@ class ConfigReader:
     def _fill_in(self, arch: Architecture) -> None:
         """Give the fields that the file lacks the values that the family's own code gives them."""
         has_rope = bool({"rope_parameters", "rope_scaling"} & self._raw.keys())
+        if arch.uneven and self._raw.get("rope_parameters") is None:  # here, null means the defaults
+            has_rope = False
+            self._raw.pop("rope_parameters", None)
         for key, value in arch.defaults.items():
             if not (key == "rope_parameters" and has_rope):
                 self._raw.setdefault(key, value)

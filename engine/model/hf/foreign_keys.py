@@ -24,7 +24,8 @@ SWITCHES = """
     attention_chunk_size dual_chunk_attention_config use_dual_chunk_attention sliding_window_pattern
     sliding_window_size global_attn_every_n_layers local_attention local_layer_ids attention_window_size window_size
     keep_window_size attention_types full_attn_idxs attn_layer_indices layers_block_type block_types block_configs
-    num_kv_shared_layers add_swa_attention_sink_bias add_full_attention_sink_bias learnable_sink_init
+    num_kv_shared_layers attention_k_eq_v hidden_size_per_layer_input enable_moe_block use_double_wide_mlp
+    add_swa_attention_sink_bias add_full_attention_sink_bias learnable_sink_init
     swa_num_attention_heads swa_num_key_value_heads swa_head_dim num_attention_heads_per_layer per_layer_config
     alibi use_alibi learned_pos_emb sinusoidal_embeddings rope_interleave rope_interleaved use_mrope mrope_section
     no_rope_layer_interval nope_layer_interval layer_rope_theta rope_local_base_freq compress_rope_theta

@@ -50,6 +50,8 @@ class LayerReader:
             if "no_rope_layers" in arch.reads:
                 local = [window and not rotated for rotated in self.rotated()]
             kinds = [SLIDING if each else FULL for each in local]
+        if arch.uneven and isinstance(kinds, list):  # transformers does the same
+            kinds = [*kinds[:-1], FULL]
         if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
             raise self._error(
                 f"has layer_types {shown(kinds)}: it must name '{SLIDING}' or '{FULL}' for each of the {layers} layers"

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.errors import CheckpointError
 from engine.fields import Fields, shown
-from engine.model.config import LONGROPE, ROPE_KINDS, RopeConfig
+from engine.model.config import LONGROPE, PROPORTIONAL, ROPE_KINDS, RopeConfig
 from engine.model.families import Architecture
 
 MOST_POSITIONS = 1 << 24  # limits the size of the RoPE table; the longest published context is 10 million
@@ -24,6 +24,7 @@ ROPE_KEYS = {
     "yarn": {"factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     LONGROPE: {"factor", "attention_factor", "short_factor", "long_factor"},
+    PROPORTIONAL: {"factor"},
 }  # fmt: skip
 
 
@@ -32,7 +33,9 @@ class RopeReader:
 
     def __init__(self, fields: Fields, arch: Architecture, head_dim: int) -> None:
         self._fields, self._arch, self._head_dim = fields, arch, head_dim
-        self._kinds = ("default", LONGROPE) if arch.longrope else ROPE_KINDS
+        self._kinds: tuple[str, ...] = ("default", LONGROPE) if arch.longrope else ROPE_KINDS
+        if arch.uneven:
+            self._kinds += (PROPORTIONAL,)
 
     def one(self) -> RopeConfig:
         """Returns the rotary positions of a model whose layers have the same."""
@@ -53,6 +56,8 @@ class RopeReader:
         for key, value in table.items():
             if key not in (WHOLE, LOCAL) or not isinstance(value, dict | None):
                 raise self._error(f"has rope parameters for {shown(key)}: they must be for {WHOLE} or {LOCAL}")
+        if self._arch.uneven:
+            table = {**self._arch.defaults["rope_parameters"], **table}
         # Gemma 3 names the base of layers with a window; OLMo 3 has one base for all layers.
         local = self._fields.number("rope_theta", 10_000.0, 1.0, True)
         if "rope_local_base_freq" in self._arch.reads:
@@ -98,6 +103,10 @@ class RopeReader:
                     f"supported with rope type {kind!r}: use another model, or remove the field if it has no effect"
                 )
         theta = rope.number("rope_theta", fields.number("rope_theta", theta, 1.0, True), 1.0, True)
+        if kind == PROPORTIONAL:
+            factor = rope.number("factor", 1.0, 1.0, most=LARGEST_FACTOR)
+            share = rope.number("partial_rotary_factor", 1.0, open_low=True, most=1.0)
+            return RopeConfig(kind=kind, theta=theta, factor=factor, share=share)
         rotated = self._rotary_dim(rope)
         if kind == "default":
             return RopeConfig(theta=theta, rotary_dim=rotated, interleaved=self._arch.interleaved)

@@ -137,7 +137,7 @@ class DecodeLayers:
         for i, layer in enumerate(layers):
             qkv = _linear(x, layer.qkv, layer.qkv_bias)
             if layer.full_qk_norm is not None:
-                qkv = layer.normalise_qk(qkv, eps)
+                qkv = layer.normalise_qkv(qkv, eps)
             attended = attend(i, layer, qkv)
             if wanted is not None and i + 1 == len(layers):  # the operations below need only the wanted tokens
                 attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from engine.kernels import moe, norms
 from engine.model import ops
 from engine.model.experts import Experts
 
-qk_norm_rope_store = norms.qk_norm_rope_store
 silu_mul = norms.silu_mul
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor, qk_weight: torch.Tensor | None, eps: float, rope: Any, k_cache: torch.Tensor,
+    v_cache: torch.Tensor, slot_mapping: torch.Tensor | None, kv_scales: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """See engine/model/ops.py."""
+    assert slot_mapping is not None, "engine/model/traits.py refuses layers that share keys and values"
+    return norms.qk_norm_rope_store(qkv, qk_weight, eps, rope, k_cache, v_cache, slot_mapping, kv_scales)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

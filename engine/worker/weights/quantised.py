@@ -17,11 +17,12 @@ from engine.model import ops as torch_ops
 from engine.model.bf16_pairs import ROWS, Bf16Pairs
 from engine.model.checkpoint import checkpoint_slots
 from engine.model.config import ModelConfig, Packing
-from engine.model.decoder import Decoder, Kept
+from engine.model.decoder import Decoder
 from engine.model.experts import Ops
 from engine.model.four_bits import Int4Weight
 from engine.model.group import ALONE, Group
 from engine.model.linear import BLOCK, Bf16Weight, ByteWeight, Fp8Weight, Int8Weight
+from engine.model.matrices import Kept
 from engine.model.slots import Shapes, kept
 from engine.model.weights import tensor_shapes
 from engine.worker.cpu.compiled_decoder import CompiledDecoder
@@ -61,9 +62,10 @@ def weight_bytes(
     """Returns the bytes of the weights that a rank of `group` loads.
 
     They are counted as the loader makes them: on a decoder without memory, with one layer for each kind of layer. In
-    the checkpoint `directory`, some matrices may not be quantised: then all layers are counted. None: all of them are.
+    the checkpoint `directory`, some matrices may not be quantised: then all layers are counted, as for models whose
+    layers differ in their sizes. None: all of them are.
     """
-    if kind == KEPT and directory is not None:
+    if (kind == KEPT and directory is not None) or model.layer_scalars:
         return _without_memory(kind, model, dtype, group, directory).nbytes
     sparse = model.experts.layers if model.experts is not None else (False,) * model.num_layers
     total = 0
