@@ -7,6 +7,7 @@ division KV cache groups.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -14,6 +15,18 @@ if TYPE_CHECKING:
     import torch  # for types only: a client must not load torch
 
 Kind = Literal["full", "window", "state"]
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """The recurrent state of a layer after some token (engine/model/delta.py)."""
+
+    conv: tuple[int, ...]  # [C, K - 1], the last inputs of the convolution, in the model's dtype
+    recurrent: tuple[int, ...]  # [Hv, Dk, Dv], fp32 (float64 in a float64 model)
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes of the state in a model of this dtype."""
+        return math.prod(self.conv) * dtype.itemsize + math.prod(self.recurrent) * max(4, dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -27,10 +40,17 @@ class CacheGroup:
     num_kv_heads: int = 0  # of each layer, like head_dim; 0 in the state group
     head_dim: int = 0
     readers: tuple[int, ...] = ()  # layers without keys and values, which read those of one of `layers`; ascending
+    state: StateShape | None = None  # of each layer in the state group
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Returns the bytes that one token takes in the group's pool. The state group has no pages: 0."""
         return 2 * len(self.layers) * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        """Returns the bytes of a block or page of `block_size` tokens, or of a slot of states, for all layers."""
+        if self.state is not None:
+            return len(self.layers) * self.state.nbytes(dtype)
+        return block_size * self.bytes_per_token(dtype)
 
 
 class LayerShapes(Protocol):
@@ -40,6 +60,8 @@ class LayerShapes(Protocol):
     def num_layers(self) -> int: ...
     @property
     def state_layers(self) -> tuple[int, ...]: ...  # layers with a recurrent state instead of keys and values
+    @property
+    def state_shape(self) -> StateShape | None: ...  # None: there are no such layers
 
     def window(self, layer: int) -> int:
         """Returns how many keys a query of this layer attends to, the key of its own token included; 0: no limit."""
@@ -75,7 +97,7 @@ def cache_groups(config: LayerShapes) -> tuple[CacheGroup, ...]:
         )  # fmt: skip
     if sum(group.kind == "full" for group in groups) > 1:
         raise ValueError("the layers with full attention differ in their heads: one block table cannot serve them")
-    return (*groups, CacheGroup("state", "state", states)) if states else tuple(groups)
+    return (*groups, CacheGroup("state", "state", states, state=config.state_shape)) if states else tuple(groups)
 
 
 def paged_groups(config: LayerShapes) -> tuple[CacheGroup, ...]:

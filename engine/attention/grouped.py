@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionShape, ForwardMeta
-from engine.groups import CacheGroup
+from engine.groups import CacheGroup, StateShape
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class GroupShape:
     @property
     def state_layers(self) -> tuple[int, ...]:
         return self.model.state_layers
+
+    @property
+    def state_shape(self) -> StateShape | None:
+        return self.model.state_shape
 
     @property
     def num_heads(self) -> int:

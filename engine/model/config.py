@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from engine.groups import StateShape
+
 if TYPE_CHECKING:
     import torch  # for types only: a client must not load torch
 
@@ -57,6 +59,23 @@ class ExpertsConfig:
     limit: float = 0.0  # gpt-oss: gates and ups are clamped to this number; 0: plain silu(gate) · up
     alpha: float = 0.0  # for clamped gates: gate · sigmoid(alpha · gate) · (up + 1)
     beside_mlp: bool = False  # Gemma 4: a layer has an MLP, too, and each expert's output has a factor of its own
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """The layers with a gated delta rule instead of attention (engine/model/delta.py)."""
+
+    layers: tuple[bool, ...]  # for each layer, True if it has a delta rule
+    key_heads: int  # also of queries; each serves value_heads / key_heads value heads in succession
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int  # tokens that an output of the causal convolution depends on; at least 2
+
+    @property
+    def channels(self) -> int:
+        """The width of queries, keys and values, which is that of the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -149,6 +168,7 @@ class ModelConfig:
     per_layer_size: int = 0  # size of the token embeddings that each layer adds to the residual; 0: none
     layer_scalars: bool = False  # the residual is multiplied by a number at the end of each layer
     experts: ExpertsConfig | None = None  # None: every layer's MLP is dense
+    delta: DeltaConfig | None = None  # None: every layer has attention
     dtype: str = "bfloat16"  # of the checkpoint
     packing: Packing | None = None  # None: the checkpoint's matrices are plain tensors
 
@@ -199,7 +219,13 @@ class ModelConfig:
     @property
     def state_layers(self) -> tuple[int, ...]:
         """The layers with a recurrent state instead of keys and values."""
-        return ()
+        return () if self.delta is None else tuple(i for i, has_it in enumerate(self.delta.layers) if has_it)
+
+    @property
+    def state_shape(self) -> StateShape | None:
+        """The shape of the state of each of these layers."""
+        d = self.delta
+        return None if d is None else StateShape((d.channels, d.taps - 1), (d.value_heads, d.key_dim, d.value_dim))
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Returns the number of key/value heads of a layer, and the size of its heads."""

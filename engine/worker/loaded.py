@@ -113,7 +113,7 @@ class LoadedModel:
             )  # fmt: skip
             groups = cache_groups(self.shard)
             # Of a block, page or slot of each group.
-            self.block_bytes = [self.block_size * group.bytes_per_token(self.kv_dtype) for group in groups]
+            self.block_bytes = [group.block_bytes(self.block_size, self.kv_dtype) for group in groups]
             self._sizes = PoolSizes(groups, engine_config, max_rows, self.max_num_batched_tokens, self.block_bytes)
             blocks = group.least(self._count_blocks())
             self.num_blocks = blocks + 1  # plus the null block
