@@ -149,6 +149,20 @@ def test_a_reply_leaves_a_checkpoint_behind_for_the_next_turn() -> None:
     assert following.cached_tokens == (len(first.ids) - 1) // 4 * 4
 
 
+@pytest.mark.parametrize("shift", [0, 100])
+def test_a_shift_of_a_hundred_tokens_costs_no_hit(shift: int) -> None:
+    """The two workloads of vLLM's issue 45238: 64 prompts share their beginning, and each goes on with text of its own.
+    vLLM keeps one checkpoint of a prompt, near its end: whether it is in the shared text depends on the lengths."""
+    engine = make_engine(states(100), blocks=4000, size=16, budget=2048, rows=4)
+    r = random.Random(7)
+    shared = [r.randrange(40) for _ in range(3100 + shift)]
+    requests = [ask(engine, shared + [r.randrange(40) for _ in range(420)]) for _ in range(8)]
+    whole = (3100 + shift) // 16 * 16
+    assert [each.cached_tokens for each in requests] == [0, 3072, *[whole] * 6]
+    assert requests[1].match == ("state", whole, f"3,072 of {len(shared) + 420:,} tokens, cut by state")
+    assert requests[2].match[0] == "differs"
+
+
 def test_without_side_groups_nothing_is_planned_for_them() -> None:
     engine = make_engine()
     engine.add_request([1, 2, 3], PARAMS)
