@@ -12,10 +12,10 @@ d = b (v - S^T k), solve a triangular system:
 
     (I + A) d = b v - b exp(G) k S;   A[i, j] = b[i] exp(G[i] - G[j]) k[i].k[j] for j < i
 
-`_chunk_kernel` computes what does not depend on S, for all chunks at the same time: U = (I + A)^-1 b v and
-W = (I + A)^-1 b exp(G) k, the scores of the chunk's queries and keys, and the scaled queries and keys.
-`_scan_kernel` goes through the chunks of an entry with d = U - W S. A chunk ends where its segment ends. So an entry
-that begins at a checkpoint computes the same numbers as one that passed it.
+What does not depend on S is computed for all chunks at the same time: `_solve_kernel` inverts I + A, `_chunk_kernel`
+computes U = (I + A)^-1 b v and W = (I + A)^-1 b exp(G) k, the scores of the chunk's queries and keys, and the scaled
+queries and keys. `_scan_kernel` goes through the chunks of an entry with d = U - W S. A chunk ends where its segment
+ends. So an entry that begins at a checkpoint computes the same numbers as one that passed it.
 
 The kernels find the segment of each chunk themselves, and an entry's result depends on this entry alone: one captured
 graph serves all divisions of a step into entries.
@@ -34,9 +34,9 @@ from engine.kernels.card import fitting
 CHUNK = 64  # tokens; also the number of rows of the tiles
 BLOCK = 16  # rows of the diagonal blocks of I + A that are inverted row by row
 # Columns of a state in one program, and its warps; of the scan also the stages.
-STEP_COLUMNS, STEP_WARPS = 32, 4
-SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 32, 4, 2
-CHUNK_WARPS = 4
+STEP_COLUMNS, STEP_WARPS = 16, 2
+SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 32, 4, 3
+SOLVE_WARPS, CHUNK_WARPS = 4, 4
 CONV_TOKENS, CONV_CHANNELS = 16, 128  # in one program
 FAR = tl.constexpr(1 << 30)  # behind all tokens
 
@@ -82,12 +82,17 @@ def _conv_kernel(
             before = conv + source * C * (K - 1) + c * (K - 1) + (K - 1)
             inside = (t < count)[:, None] & (c < C)[None, :]
             total = tl.zeros([TOKENS, CHANNELS], dtype=tl.float32)
+            if begin == 0:  # first the inputs before the entry: so sums have the same order in all tiles
+                for tap in tl.static_range(K - 1):
+                    at = t - (K - 1) + tap
+                    old = tl.load(before[None, :] + at[:, None], mask=inside & (at < 0)[:, None], other=0.0)
+                    w = tl.load(weight + c * K + tap, mask=c < C, other=0.0).to(tl.float32)
+                    total += old.to(tl.float32) * w[None, :]
             for tap in tl.static_range(K):
                 at = t - (K - 1) + tap
                 new = tl.load(x + at[:, None] * stride_x + c[None, :], mask=inside & (at >= 0)[:, None], other=0.0)
-                old = tl.load(before[None, :] + at[:, None], mask=inside & (at < 0)[:, None], other=0.0)
                 w = tl.load(weight + c * K + tap, mask=c < C, other=0.0).to(tl.float32)
-                total += tl.where((at >= 0)[:, None], new, old).to(tl.float32) * w[None, :]
+                total += new.to(tl.float32) * w[None, :]
             total = total.to(out.dtype.element_ty).to(tl.float32)
             y = total * tl.sigmoid(total)
             tl.store(out + (first + t).to(tl.int64)[:, None] * C + c[None, :], y, mask=inside)
@@ -216,13 +221,72 @@ def _inverse(a, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
     return inverse
 
 
+@triton.jit
+def _chunk_of(chunk, segments, cu_segments, n, m, CHUNK: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """Returns (first token, end) of a chunk; end <= first if there is no such chunk, or _step_kernel computes it."""
+    s = tl.arange(0, M)
+    firsts = tl.load(segments + 4 * s, mask=s < m, other=FAR)
+    segment = tl.sum(((s < m) & (firsts // CHUNK + s <= chunk)).to(tl.int32), 0) - 1
+    first = tl.load(segments + 4 * segment)
+    end = tl.load(segments + 4 * segment + 1)
+    begin = first + (chunk - first // CHUNK - segment) * CHUNK
+    if end - first == 1:
+        e = tl.arange(0, N)
+        begins = tl.load(cu_segments + e, mask=e < n, other=FAR)
+        entry = tl.sum((begins <= segment).to(tl.int32), 0) - 1
+        low = tl.load(cu_segments + entry)
+        high = tl.load(cu_segments + entry + 1)
+        if tl.load(segments + 4 * high - 3) - tl.load(segments + 4 * low) == high - low:
+            end = first
+    return begin, end
+
+
+@triton.jit(do_not_specialize=["n", "m"], do_not_specialize_on_alignment=["segments", "cu_segments"])
+def _solve_kernel(
+    k,
+    g,
+    beta,
+    scores,
+    segments,
+    cu_segments,
+    n,
+    m,
+    stride_k,
+    EPS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    begin, end = _chunk_of(chunk, segments, cu_segments, n, m, CHUNK, M, N)
+    if begin < end:
+        i = tl.arange(0, CHUNK)
+        t = (begin + i).to(tl.int64)
+        live = begin + i < end
+        at = k + t[:, None] * stride_k + (head // (HEADS // KEY_HEADS) * DK + tl.arange(0, DK))[None, :]
+        key = _unit(tl.load(at, mask=live[:, None], other=0.0).to(tl.float32), EPS).to(k.dtype.element_ty)
+        rate = tl.load(beta + t * HEADS + head, mask=live, other=0.0)
+        sums = tl.cumsum(tl.load(g + t * HEADS + head, mask=live, other=0.0), 0)
+        a = tl.dot(key, tl.trans(key), input_precision="ieee" if EXACT else None) * rate[:, None]
+        a *= tl.exp(tl.where(i[:, None] > i[None, :], sums[:, None] - sums[None, :], float("-inf")))
+        inverse = _inverse(a, CHUNK, BLOCK, "ieee" if EXACT else "tf32") * rate[None, :]
+        tile = (chunk * HEADS + head).to(tl.int64)
+        at_scores = scores + tile * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+        tl.store(at_scores, inverse.to(scores.dtype.element_ty))
+
+
 @triton.jit(do_not_specialize=["n", "m"], do_not_specialize_on_alignment=["segments", "cu_segments"])
 def _chunk_kernel(
     q,
     k,
     v,
     g,
-    beta,
     written,
     erased,
     queries,
@@ -243,60 +307,43 @@ def _chunk_kernel(
     DK: tl.constexpr,
     DV: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     head = tl.program_id(0)
     chunk = tl.program_id(1)
-    s = tl.arange(0, M)
-    firsts = tl.load(segments + 4 * s, mask=s < m, other=FAR)
-    segment = tl.sum(((s < m) & (firsts // CHUNK + s <= chunk)).to(tl.int32), 0) - 1
-    first = tl.load(segments + 4 * segment)
-    end = tl.load(segments + 4 * segment + 1)
-    wanted = end > first
-    if end - first == 1:  # nothing to do for an entry with one token in each segment
-        e = tl.arange(0, N)
-        begins = tl.load(cu_segments + e, mask=e < n, other=FAR)
-        entry = tl.sum((begins <= segment).to(tl.int32), 0) - 1
-        low = tl.load(cu_segments + entry)
-        high = tl.load(cu_segments + entry + 1)
-        wanted = tl.load(segments + 4 * high - 3) - tl.load(segments + 4 * low) > high - low
-    begin = first + (chunk - first // CHUNK - segment) * CHUNK
-    if wanted & (begin < end):
+    begin, end = _chunk_of(chunk, segments, cu_segments, n, m, CHUNK, M, N)
+    if begin < end:
         dtype: tl.constexpr = q.dtype.element_ty
-        SOLVE: tl.constexpr = "ieee" if EXACT else "tf32"
         PRECISION: tl.constexpr = "ieee" if EXACT else None
         i = tl.arange(0, CHUNK)
         d = tl.arange(0, DK)
         c = tl.arange(0, DV)
         t = (begin + i).to(tl.int64)
         live = begin + i < end
-        key_at = head // (HEADS // KEY_HEADS) * DK + d
-        key = tl.load(k + t[:, None] * stride_k + key_at[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-        key = _unit(key, EPS)
-        rate = tl.load(beta + t * HEADS + head, mask=live, other=0.0)
+        tile = (chunk * HEADS + head).to(tl.int64)
+        at_scores = scores + tile * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+        inverse = tl.load(at_scores)
         log_decay = tl.load(g + t * HEADS + head, mask=live, other=0.0)
         sums = tl.cumsum(log_decay, 0)
         total = tl.sum(log_decay, 0)
-        between = tl.exp(tl.where(i[:, None] >= i[None, :], sums[:, None] - sums[None, :], float("-inf")))
-        small = key.to(dtype)
-        products = tl.dot(small, tl.trans(small), input_precision=PRECISION)
-        a = tl.where(i[:, None] > i[None, :], products * between * rate[:, None], 0.0)
-        inverse = _inverse(a, CHUNK, BLOCK, SOLVE) * rate[None, :]
-        tile = (chunk * HEADS + head).to(tl.int64)
         value = tl.load(v + t[:, None] * stride_v + head * DV + c[None, :], mask=live[:, None], other=0.0)
-        u = tl.dot(inverse.to(dtype), value, input_precision=PRECISION)
+        u = tl.dot(inverse, value, input_precision=PRECISION)
         tl.store(written + tile * CHUNK * DV + i[:, None] * DV + c[None, :], u.to(dtype))
-        w = -tl.dot((inverse * tl.exp(sums)[None, :]).to(dtype), small, input_precision=PRECISION)
+        key_at = head // (HEADS // KEY_HEADS) * DK + d
         cells = tile * CHUNK * DK + i[:, None] * DK + d[None, :]
-        tl.store(erased + cells, w.to(dtype))
+        key = tl.load(k + t[:, None] * stride_k + key_at[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+        key = _unit(key, EPS)
         tl.store(keys + cells, (key * tl.exp(total - sums)[:, None]).to(dtype))
+        w = tl.dot(inverse, (key * tl.exp(sums)[:, None]).to(dtype), input_precision=PRECISION)
+        tl.store(erased + cells, (-w).to(dtype))
         query = tl.load(q + t[:, None] * stride_q + key_at[None, :], mask=live[:, None], other=0.0).to(tl.float32)
         query = _unit(query, EPS) * SCALE
-        p = tl.dot(query.to(dtype), tl.trans(small), input_precision=PRECISION) * between
-        tl.store(scores + tile * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :], p.to(dtype))
+        p = tl.dot(query.to(dtype), tl.trans(key.to(dtype)), input_precision=PRECISION)
+        p *= tl.exp(tl.where(i[:, None] >= i[None, :], sums[:, None] - sums[None, :], float("-inf")))
+        tl.debug_barrier()  # all threads have read the inverse
+        tl.store(at_scores, p.to(dtype))
         tl.store(queries + cells, (query * tl.exp(sums)[:, None]).to(dtype))
         tl.store(decays + tile, tl.exp(total))
 
@@ -394,11 +441,17 @@ def delta_rule(
         written, scores = q.new_empty(chunks, heads, CHUNK, dv), q.new_empty(chunks, heads, CHUNK, CHUNK)
         decays = torch.empty(chunks, heads, dtype=torch.float32, device=q.device)
         parts = written, erased, queries, keys, scores, decays
-        _chunk_kernel[(heads, chunks)](
-            q, k, v, g, beta, *parts, *rows, n, m, *strides, **norm, **shape, CHUNK=CHUNK, BLOCK=BLOCK,
-            M=triton.next_power_of_2(max(m, 32)), N=triton.next_power_of_2(max(n, 32)), EXACT=exact,
-            num_warps=CHUNK_WARPS,
+        of_chunks = {
+            "CHUNK": CHUNK, "M": triton.next_power_of_2(max(m, 32)), "N": triton.next_power_of_2(max(n, 32)),
+            "EXACT": exact,
+        }  # fmt: skip
+        _solve_kernel[(heads, chunks)](
+            k, g, beta, scores, *rows, n, m, k.stride(0), EPS=eps, KEY_HEADS=key_heads, HEADS=heads, DK=dk,
+            BLOCK=BLOCK, **of_chunks, num_warps=SOLVE_WARPS,
         )  # fmt: skip
+        _chunk_kernel[(heads, chunks)](
+            q, k, v, g, *parts, *rows, n, m, *strides, **norm, **shape, **of_chunks, num_warps=CHUNK_WARPS
+        )
         columns = min(dv, SCAN_COLUMNS)
         tile = CHUNK * (3 * dk + columns + CHUNK) * q.element_size()
         _scan_kernel[(dv // columns * heads, n)](

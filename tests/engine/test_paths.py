@@ -22,10 +22,12 @@ import torch
 
 from engine import build
 from engine.attention.choose import choose_attention
+from engine.attention.grouped import GroupedAttention
 from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.core.step import PromptTargets, RowSettings, StepPlan
 from engine.errors import EngineError
+from engine.groups import group_of_layers, paged_groups
 from engine.model.config import ExpertsConfig, ModelConfig, Packing, RopeConfig
 from engine.model.group import ALONE
 from engine.params import SamplingParams
@@ -291,8 +293,9 @@ class HostStaging:
 class Stage:
     """A runner with graphs, on the host: `went` lists the replayed graphs, and the draws and steps without a graph."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, speculation: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, speculation: str, model: ModelConfig = DENSE) -> None:
         with imported("engine.worker.graphs.cuda_graphs") as graphs:
+            self.divided = sys.modules["engine.worker.graphs.step_graphs"].divided
             verify_graphs = sys.modules["engine.worker.graphs.verify_graphs"]
             extend_graphs = sys.modules["engine.worker.graphs.extend_graphs"]
         self.went: list[str] = []
@@ -306,13 +309,16 @@ class Stage:
         monkeypatch.setattr(graphs.gc, "freeze", lambda: None)
         monkeypatch.setattr(graphs.SamplingGraphs, "__init__", buffers)
         monkeypatch.setattr(graphs.SamplingGraphs, "draw", lambda *given: self._draw(*given))
-        attention = object.__new__(graphs.TritonAttention)
-        attention.warm_up = lambda *_: None
-        cpu = torch.device("cpu")
+        backends = [object.__new__(graphs.TritonAttention) for _ in paged_groups(model)]
+        for backend in backends:
+            backend.warm_up = lambda *_: None
+        attention = backends[0] if len(backends) == 1 else GroupedAttention(backends, group_of_layers(model))
+        cpu, windows = torch.device("cpu"), tuple(group.window for group in paged_groups(model)[1:])
         self.loaded: Any = SimpleNamespace(
-            config=EngineConfig(speculation=speculation, speculative_tokens=8), model_config=DENSE, shard=DENSE,
-            batch=Batch(16, 256, 16, DENSE.vocab_size, cpu), device=cpu, dtype=torch.bfloat16, group=ALONE, pool=None,
-            model=SimpleNamespace(nbytes_per_token=1 << 20, layers=[], config=DENSE), attention=attention,
+            config=EngineConfig(speculation=speculation, speculative_tokens=8), model_config=model, shard=model,
+            batch=Batch(16, 256, 16, model.vocab_size, cpu, windows=windows), device=cpu, dtype=torch.bfloat16,
+            group=ALONE, pool=None, model=SimpleNamespace(nbytes_per_token=1 << 20, layers=[], config=model),
+            attention=attention,
             warm_up=lambda _: None, max_num_batched_tokens=64, max_model_len=256, mark=lambda: None,
             sample=lambda *_: self.went.append("sampled eagerly"), launched=lambda *_: "launched",
         )  # fmt: skip
@@ -412,3 +418,38 @@ def test_a_step_uses_the_smallest_graph_that_fits(
     monkeypatch.setattr(Sampler, "set_row", checked)
     assert Runner.launch(stage.runner, step, {}) == "launched"
     assert stage.went == wanted
+
+
+def tables(step: StepPlan, sides: int) -> StepPlan:
+    """The plan with blocks for all its tokens: in group g, column c of row r is 100 g + 10 r + c."""
+    cells = [(row, column) for row, end in zip(step.rows, step.starts + step.q_lens, strict=True) for column in
+             range(-(-int(end) // 16))]  # fmt: skip
+    rows, columns = np.array(cells, np.int32).T
+    own, *others = [(rows, columns, 100 * group + 10 * rows + columns) for group in range(1 + sides)]
+    return replace(step, table_rows=own[0], table_columns=own[1], table_blocks=own[2], window_tables=others)
+
+
+@pytest.mark.parametrize(
+    ("step", "form"), [(plan([1, 1, 60], 2), "extend"), (plan([1, 4], 1, 1), "verify"), (plan([1, 1, 1], 3), "decode")],
+    ids=["extend", "verify", "decode"],
+)  # fmt: skip
+def test_a_graph_gets_the_slots_of_every_group(monkeypatch: pytest.MonkeyPatch, step: StepPlan, form: str) -> None:
+    step = tables(step, 1)
+    stage = Stage(monkeypatch, "prompt-lookup" if step.num_drafted else "off", MODELS["windows"])
+    assert Runner.launch(stage.runner, step, {}) == "launched" and stage.went[0].startswith(form)
+    part: Any = next(part for part in stage.graphs.parts if part.form == form)
+    batch, n, m = stage.loaded.batch, len(step.rows), len(step.table_rows)
+    if form == "decode":  # the kernel that prepares the step changes the tables
+        changes = part._input.target.numpy()[16 + 3 * batch.max_rows :]
+        rows, columns, blocks = (changes[i * 1024 :][: 2 * m].tolist() for i in range(3))
+        assert rows == [*step.table_rows, *(step.table_rows + batch.max_rows)] and columns == 2 * [*step.table_columns]
+        assert blocks == [*step.table_blocks, *(step.table_blocks + 100)]
+        return
+    size = next(size for size in part._sizes if f"{form} {size}" == stage.went[0])
+    by_token = stage.divided(part._input.target, part._shapes(size))[0]
+    expected = [
+        [(100 * group + 10 * row + position // 16) * 16 + position % 16 for row in range(n) for position in
+         range(step.starts[row], step.starts[row] + step.q_lens[row])] for group in range(2)
+    ]  # fmt: skip
+    assert by_token[-2:, : step.num_tokens].tolist() == expected
+    assert not by_token[:, step.num_tokens :].any(), "padding writes to the null block"
