@@ -41,7 +41,7 @@ MINITUI_LEVELS = (
     ("trace",),
     ("sources", "server"),
     ("chat", "viewmodel", "web", "bench", "vllm"),
-    ("teaching",),
+    ("teaching", "whatif"),
     ("tui",),
     ("export",),
     ("cli",),

@@ -326,6 +326,9 @@ def _arrays(changes: dict[tuple[int, int], int]) -> tuple[np.ndarray, np.ndarray
     return rows.copy(), columns.copy(), blocks
 
 
+KEPT = 1 << 16  # texts
+
+
 class Copies:
     """Gives the full blocks of requests numbers: two blocks have the same number if their texts are equal.
 
@@ -337,7 +340,10 @@ class Copies:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._of: dict[int, list[int]] = {}  # hash of a text -> [its number, the number of blocks that hold the text]
+        # Hash of a text -> [its number, the number of blocks that hold the text]. Texts that no block holds stay
+        # until there are KEPT of them: a text that comes again has its number again.
+        self._of: dict[int, list[int]] = {}
+        self._unheld: dict[int, None] = {}
 
     def add(self, request: Request, end: int, size: int) -> list[int]:
         """Number the request's blocks up to block `end`, which are full; return the new numbers."""
@@ -349,6 +355,7 @@ class Copies:
             entry = self._of.get(prefix)
             if entry is None:
                 entry = self._of[prefix] = [next(self._numbers), 0]
+            self._unheld.pop(prefix, None)
             entry[1] += 1
             request.contents.append(entry[0])
         return request.contents[start:]
@@ -359,5 +366,8 @@ class Copies:
             entry = self._of[prefix]
             entry[1] -= 1
             if not entry[1]:
-                del self._of[prefix]
+                self._unheld[prefix] = None
+        while len(self._unheld) > KEPT:
+            oldest = next(iter(self._unheld))
+            del self._of[oldest], self._unheld[oldest]
         request.prefixes, request.contents = [], []

@@ -77,7 +77,7 @@ class Engine:
     def __init__(
         self, runner: StepRunner, config: SchedulerConfig, *, overlap: bool = False, prefix_caching: bool = True,
         eviction_policy: str = "lru", eos_ids: frozenset[int] = frozenset(), log: RecordLog | None = None,
-        grammars: Grammars | None = None,
+        grammars: Grammars | None = None, clock: StepClock | None = None,
     ) -> None:  # fmt: skip
         self.runner = runner
         self.log = log or RecordLog()
@@ -88,7 +88,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.cache, self.log)
         self.committer = Committer(self.scheduler)
         self.gate = Gate(self.log)
-        self.clock = StepClock(self.log, runner.synchronous)
+        self.clock = clock or StepClock(self.log, runner.synchronous)
         # The number of steps in flight when step() returns. It is 0 with speculation, because the lengths and drafts of
         # a step depend on the ids that the previous step drew.
         self.delay = 1 if overlap and not config.speculative_tokens else 0

@@ -60,12 +60,16 @@ class StepClock:
         self._unread_s = 0.0  # the time of the steps since the last reading
         self._worked_us = 0  # the sum of the recorded parts of all steps, without GATE
 
+    def now(self) -> float:
+        """Returns the present time in seconds."""
+        return now()
+
     def begin(self) -> StepTimes:
         """Begin a step. Of the time since the last lap, the gate's delay is added to GATE, the rest to EMIT.
 
         EMIT is the time for output and commands.
         """
-        began = now()
+        began = self.now()
         if not self._lap_at:
             self._pauses.since_last()  # discard the pauses while the engine was idle: they delayed no step
             self._lap_at, self._held = began, self._log.held
@@ -82,7 +86,7 @@ class StepClock:
 
     def lap(self, part: int) -> float:
         """Add the time since the last lap to `part`; return the present time."""
-        at = now()
+        at = self.now()
         self._parts[part] += at - self._lap_at
         self._lap_at = at
         return at

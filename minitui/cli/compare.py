@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from minitui.teaching.compare import Outcome
     from minitui.teaching.contrasts import Contrast
     from minitui.teaching.stage import Restart
+    from minitui.trace.reader import TraceReader
     from minitui.viewmodel.compare.comparison import Comparison
 
 DEFAULTS = {"kv_blocks": None, "no_prefix_caching": False}  # of the options that contrasts change
@@ -185,8 +187,18 @@ def _open(first: str, second: str, looks: dict[str, Any], text: bool, json: bool
     """Compares two recordings; returns the exit code."""
     from minitui.trace.bundled import find_trace
     from minitui.trace.reader import TraceReader
+
     readers = TraceReader(find_trace(first)), TraceReader(find_trace(second))
     names = run_names(*(reader.path.name.removesuffix(".trace") for reader in readers))
+    return open_recordings(readers, names, f"{readers[0].path} and {readers[1].path}", looks, text, json)
+
+
+def open_recordings(
+    readers: tuple[TraceReader, TraceReader], names: tuple[str, str], title: str, looks: dict[str, Any], text: bool,
+    json: bool, notes: Sequence[str] = (), more: Mapping[str, Any] | None = None,
+) -> int:  # fmt: skip
+    """Compares two recordings; returns the exit code. `text`: print the figures; else open the application. `notes`:
+    sentences about the runs; `more`: keys that the JSON has, too."""
     if text:
         from minitui.viewmodel.compare.comparison import Comparison, key_of
         from minitui.viewmodel.compare.runs import recorded_view
@@ -194,8 +206,8 @@ def _open(first: str, second: str, looks: dict[str, Any], text: bool, json: bool
         infos = [reader.info for reader in readers]
         view = recorded_view(readers[1], names[1])
         view.earlier = recorded_view(readers[0], names[0])
-        notes = [f"{reader.path} is not complete: it was cut off." for reader in readers if not reader.complete]
-        _report(Comparison.of(view, key_of(infos)), f"{readers[0].path} and {readers[1].path}", infos, notes, json)
+        cut = [f"{reader.path} is not complete: it was cut off." for reader in readers if not reader.complete]
+        _report(Comparison.of(view, key_of(infos)), title, infos, [*notes, *cut], json, more)
         return 0
     from minitui.tui.compare_app import RecordingsApp, TwoRecordings
 
@@ -203,7 +215,7 @@ def _open(first: str, second: str, looks: dict[str, Any], text: bool, json: bool
         reader.check()  # fails before the application opens
     settings = settings_file.load()
     apply_looks(settings, looks)
-    source = TwoRecordings(readers, names)
+    source = TwoRecordings(readers, names, notes)
     return run_app(source, Choice("", "", "", "model"), settings, Sampling(), make=RecordingsApp)
 
 
@@ -218,11 +230,14 @@ def run_names(first: str, second: str) -> tuple[str, str]:
     return first, second
 
 
-def _report(comparison: Comparison, title: str, infos: list[EngineInfo], notes: list[str], json: bool) -> None:
+def _report(
+    comparison: Comparison, title: str, infos: list[EngineInfo], notes: list[str], json: bool,
+    more: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
     notes = [*notes, comparison.disturbed]
     from minitui.viewmodel.compare.comparison import as_data, settings_that_differ, told
 
     if json:
-        print(json_text(as_data(comparison, title, infos, notes), indent=2))
+        print(json_text(as_data(comparison, title, infos, notes) | dict(more or {}), indent=2))
     else:
         print("\n".join(told(comparison, title, settings_that_differ(infos), notes)))

@@ -27,6 +27,7 @@ from minitui.cli.serve import ServeCommand, serve
 from minitui.cli.tail import tail
 from minitui.cli.teaching import demo, lesson
 from minitui.cli.verify import verify
+from minitui.cli.whatif import advise
 from minitui.lifeline import end_with_parent
 from minitui.settings import data_dir
 from minitui.tui.terminal import NoTerminal
@@ -58,7 +59,7 @@ that shows all of it live.
   minitui doctor                        list what this machine can run
   minitui models                        list the models in the local cache""",
 )
-for command in (chat, inspect, ask, chats, demo, lesson, compare, replay, tail, doctor, models, verify):
+for command in (chat, inspect, ask, chats, demo, lesson, compare, replay, advise, tail, doctor, models, verify):
     app.command()(command)
 app.command(cls=ServeCommand)(serve)
 app.command(context_settings=PASS_ON)(bench)

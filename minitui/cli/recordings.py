@@ -45,8 +45,31 @@ def replay(
     ] = None,
     step: Annotated[int | None, typer.Option(help="The step that a picture shows. Default: the last step.")] = None,
     size: Annotated[str, typer.Option(help="Size of a picture: columns x rows.")] = "120x36",
+    what_if: Annotated[
+        str | None,
+        typer.Option(
+            help="Play the requests under another setting, beside the recording. Names: budget, seqs, blocks, "
+            "block_size, context, policy, eviction, cache, chunking, speculation.",
+            metavar="NAME=VALUE,…",
+        ),
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="The same for several values of a setting: budget=512..8192, policy=fcfs|static. Writes JSON and PNG.",
+            metavar="NAME=RANGE",
+        ),
+    ] = None,
+    arrivals: Annotated[
+        str,
+        typer.Option(
+            help="Of --what-if and --sweep. recorded: requests come when they came. closed: the next question of a "
+            "chat comes as long after the answer as it did."
+        ),
+    ] = "recorded",
+    json: Annotated[bool, typer.Option("--json", help="Of --what-if and --sweep: print JSON.")] = False,
 ) -> None:
-    """Play or export a recording.
+    """Play or export a recording, or ask what another setting would have done.
 
     \b
       minitui replay                                 list the bundled recordings
@@ -56,7 +79,24 @@ def replay(
       minitui replay class.trace --export md -o - | less
       minitui replay class.trace --export svg --step 40 --size 160x48
       minitui replay class.trace --export png --theme light    needs an installed Chromium
+      minitui replay run.trace --what-if budget=1024,blocks=2000    the same requests under another setting
+      minitui replay run.trace --sweep budget=512..8192             first tokens, gaps and speed over a setting
+
+    With --what-if, scheduler, allocator and prefix tree are the real ones; the device is simulated. What a step costs
+    is fitted to the recording, and the notes say with which error. Steps that do more than any recorded step are
+    extrapolated, and the notes say how many. --json has the keys of `minitui compare --json`; "what_if" has the fit,
+    and the recorded setting played in the same way. --sweep --json has "points" with their "figures".
     """
+    if what_if is not None or sweep is not None:
+        from minitui.cli import whatif
+
+        if trace is None or (what_if is not None and sweep is not None) or export is not None:
+            raise EngineError("--what-if and --sweep need a recording, and exclude each other and --export")
+        if what_if is not None:
+            raise typer.Exit(whatif.run_what_if(trace, what_if, arrivals, json, looks))
+        raise typer.Exit(whatif.run_sweep(trace, str(sweep), arrivals, json, out))
+    if json or arrivals != "recorded":
+        raise EngineError("--json and --arrivals belong to --what-if and --sweep")
     if trace is None:
         run_list()
     elif export is None:

@@ -12,9 +12,13 @@ LONGEST_PAUSE = 1.0  # seconds of play time
 
 
 class PlayClock(Reader):
-    """Computes the play time in seconds: engine time without slow motion, with pauses shortened to LONGEST_PAUSE."""
+    """Computes the play time in seconds: engine time without slow motion. A pause is shortened to `pause` seconds, and
+    time without requests to `idle` seconds."""
 
-    def __init__(self, t: float, played: float, state: State) -> None:
+    def __init__(
+        self, t: float, played: float, state: State, pause: float = LONGEST_PAUSE, idle: float = LONGEST_PAUSE
+    ) -> None:
+        self._pause, self._idle = pause, idle
         self.now = played
         self._t = t
         self._pace = state.pace
@@ -32,7 +36,7 @@ class PlayClock(Reader):
             self._stretched -= skipped
             elapsed -= skipped
         if self._closed or not self._live:
-            elapsed = min(elapsed, LONGEST_PAUSE)
+            elapsed = min(elapsed, self._pause if self._closed else self._idle)
         self.now += elapsed
         self.read(record)
         return self.now

@@ -99,8 +99,11 @@ class TwoRecordings(Source):
 
     missing = "the recordings are being read"
 
-    def __init__(self, readers: tuple[TraceReader, TraceReader], names: tuple[str, str]) -> None:
+    def __init__(
+        self, readers: tuple[TraceReader, TraceReader], names: tuple[str, str], notes: Sequence[str] = ()
+    ) -> None:
         super().__init__()
+        self.notes = notes
         self.readers, self._names = readers, names
         self.infos = [reader.info for reader in readers]
         self.first = self.second = View()
@@ -151,7 +154,7 @@ class RecordingsApp(CompareApp):
         view = self._recordings.second
         view.earlier = self._recordings.first
         differ = settings_that_differ(self._recordings.infos)
-        view.notes = (f"The engines differ in: {differ}.",) if differ else ()
+        view.notes = ((f"The engines differ in: {differ}.",) if differ else ()) + tuple(self._recordings.notes)
         self.view = self.feed.view = view
         self.tell(self._recordings.infos)
 

@@ -186,7 +186,8 @@ SETTINGS = {  # a fact about an engine -> its name in words
     "model": "model", "device": "device", "dtype": "dtype", "quantization": "quantization",
     "kv_cache_dtype": "KV cache", "num_blocks": "KV blocks", "block_size": "tokens in a block",
     "max_num_seqs": "rows", "max_num_batched_tokens": "token budget of a step", "prefix_caching": "prefix caching",
-    "chunked_prefill": "chunked prefill", "scheduling_policy": "scheduling policy", "speculation": "speculation",
+    "chunked_prefill": "chunked prefill", "scheduling_policy": "scheduling policy",
+    "eviction_policy": "order of eviction", "speculation": "speculation",
     "attention": "attention", "overlap": "overlap", "tensor_parallel_size": "ranks",
 }  # fmt: skip
 CHANGED = {  # a setting -> the quantity that it is meant to change (figures.py)

@@ -1,0 +1,346 @@
+"""Plays what was asked through the real engine, on a simulated device that knows each reply and each step's cost.
+
+Scheduler, allocator, tree, commit and their order in a step are engine/core's own. The device is simulated: it draws
+the tokens that the recording has, and a virtual clock advances by what a step costs (cost.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count as numbers
+from pathlib import Path
+
+import numpy as np
+
+from engine.core.engine import Engine
+from engine.core.request import Grammar, Request
+from engine.core.step import Emitted, StepPlan, StepResult
+from engine.core.step_clock import StepClock
+from engine.errors import EngineError, InvalidRequest
+from engine.trace.side_pool import SideGroup
+from engine.info import EngineInfo
+from engine.params import SamplingParams
+from engine.trace.records import Record, RecordLog
+from minitui.text import count
+from minitui.trace.recorder import Recorder
+from minitui.viewmodel.compare.figures import RunFigures
+from minitui.viewmodel.history.steps import IDLE_SHOWN
+from minitui.viewmodel.history.tokens import percentiles
+from minitui.whatif.asked import Asked, Recorded
+from minitui.whatif.cost import BEYOND, SEED, Costs, beyond
+from minitui.whatif.settings import Setting
+
+STOP = (1 << 31) - 2  # the id that ends a reply
+EARLIER_STEPS = 16  # steps without cost, in which requests that ran before the recording take their place
+ARRIVALS = ("recorded", "closed")
+"""recorded: each request comes when it came; closed: as long after the answer before it in its chat as it did."""
+
+
+@dataclass(slots=True)
+class Played:
+    """One played request. Times in seconds of the virtual clock; `tokens`: when its tokens came."""
+
+    asked: Asked
+    submitted: float
+    cached: int = 0
+    preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    finished: bool = False
+    tokens: list[float] = field(default_factory=list)
+
+    @property
+    def first_ms(self) -> float:
+        """Time to first token. Needs a token."""
+        return (self.tokens[0] - self.submitted) * 1e3
+
+    @property
+    def gap_ms(self) -> float:
+        """The mean time between two tokens; 0 with less than two."""
+        n = len(self.tokens) - 1
+        return (self.tokens[-1] - self.tokens[0]) / n * 1e3 if n > 0 else 0.0
+
+
+class Device:
+    """A runner that computes nothing. `now`: the virtual clock in seconds; it begins at 1, because 0 means never."""
+
+    synchronous = False
+    groups: tuple[SideGroup, ...] = ()  # windows and recurrent states are not played
+    vocab_size = STOP + 1
+
+    def __init__(self, setting: Setting) -> None:
+        self.num_blocks, self.block_size = setting.blocks + 1, setting.block_size
+        self.now = 1.0
+        self.costs: Costs | None = None  # None: steps take no time
+        self.most = np.zeros(8)
+        self.extrapolated = 0  # steps with more work of some kind than any recorded step
+        self.replies: dict[int, list[int]] = {}  # request -> its prompt and reply
+        self.running: Callable[[], Iterable[Request]]
+        self._rows: dict[int, list[int]] = {}
+        self._launched = 0.0  # ms of the launches since the last results
+        self._chance = random.Random(SEED)
+
+    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> Launch:
+        """Draw the known tokens, and say when the step ends."""
+        if plan.joins:
+            joined = {settings.row for settings in plan.joins}
+            self._rows.update({r.row: self.replies[r.id] for r in self.running() if r.row in joined})
+        rows, ends, n, k = plan.rows.tolist(), (plan.starts + plan.q_lens).tolist(), plan.num_decodes, plan.num_decoding
+        ids = [-1] * len(rows)
+        known = self._rows
+        for i, (row, end, samples) in enumerate(zip(rows, ends, plan.samples.tolist(), strict=True)):
+            if samples and not n <= i < k:
+                text = known[row]
+                ids[i] = text[end] if end < len(text) else STOP
+        result = StepResult(ids)
+        for i, draft in plan.drafts() if k > n else ():
+            text, end = known[rows[i]], ends[i]
+            drawn = text[end - len(draft) : end + 1]
+            result.checked[i] = drawn + [STOP] * (len(draft) + 1 - len(drawn))
+        return Launch(self, result, self._cost(plan))
+
+    def _cost(self, plan: StepPlan) -> float:
+        """Note what the launch of a step costs; return what the step costs beside it, in ms."""
+        costs = self.costs
+        if costs is None:
+            return 0.0
+        work = costs.work(plan)
+        np.maximum(self.most, work, out=self.most)
+        self.extrapolated += bool((work > BEYOND * costs.most).any())
+        self._launched += float(work @ costs.launched)
+        return float(work @ costs.own)
+
+    def arrive(self, own: float) -> None:
+        """Advance the clock to the results of a step."""
+        fitted, self._launched = own + self._launched, 0.0
+        if self.costs is not None:
+            self.now += fitted * self.costs.deviation(fitted, self._chance) / 1e3
+
+
+class Launch:
+    """A step on the simulated device. `own`: its cost in ms."""
+
+    def __init__(self, device: Device, result: StepResult, own: float) -> None:
+        self._device, self._result, self._own = device, result, own
+
+    def wait(self) -> StepResult:
+        """Wait until the virtual clock is at the step's end."""
+        self._device.arrive(self._own)
+        return self._result
+
+
+class PlayedClock(StepClock):
+    """The virtual clock of a device: its host has no pauses."""
+
+    def __init__(self, log: RecordLog, device: Device) -> None:
+        super().__init__(log, synchronous=False)
+        self._device = device
+
+    def now(self) -> float:
+        return self._device.now
+
+    def _reads_delays(self, worked_us: float) -> bool:
+        return False
+
+
+class Player:
+    """One run of the requests of a recording under a setting. `run` plays it."""
+
+    def __init__(
+        self, recorded: Recorded, costs: Costs, setting: Setting, arrivals: str = "recorded", traced: bool = False
+    ) -> None:
+        """`traced`: keep records, for `write`. Raises EngineError if the recording cannot tell the answer."""
+        if setting.speculation and recorded.hidden:
+            raise EngineError("the texts of this recording are hidden: drafts are made from texts and cannot be played")
+        self.recorded, self.setting, self._closed = recorded, setting, arrivals == "closed"
+        self.device = Device(setting)
+        self._costs = costs
+        self.log = RecordLog(clock=lambda: self.device.now, limit=1 << 62)
+        self.engine = Engine(
+            self.device, setting.scheduler(), overlap=costs.overlap, prefix_caching=setting.cache,
+            eviction_policy=setting.eviction, eos_ids=frozenset({STOP}), log=self.log,
+            clock=PlayedClock(self.log, self.device),
+        )  # fmt: skip
+        self.device.running = lambda: self.engine.scheduler.running
+        self.log.enabled = False
+        self.played: dict[int, Played] = {}  # by the engine's number
+        self.refused: list[Asked] = []
+        self.cut = 0  # replies that the pool or the context ends earlier
+        self.steps = 0
+        self.began = self.ended = self._idle = 0.0  # seconds
+        self._due: list[tuple[float, int, Asked]] = []
+        self._leaves: list[tuple[float, int, int]] = []  # requests that end before their first token
+        self._followers: dict[int, list[Asked]] = {}
+        self._order = numbers()
+        self.snapshot: dict[str, object] = {}
+        self.records: list[Record] = []
+        self._traced = traced
+
+    def run(self) -> Player:
+        """Play all requests; returns this player."""
+        earlier = self._begin()
+        self.device.costs = self._costs
+        self.began = self.device.now
+        self.snapshot = self.engine.snapshot()
+        self.log.enabled = self._traced
+        first_step = self.engine.scheduler.step
+        for asked in self.recorded.requests:
+            if asked.before and asked.id in earlier:
+                continue
+            if self._closed and asked.after is not None:
+                self._followers.setdefault(asked.after.id, []).append(asked)
+            else:
+                self._due.append((self.began + asked.at, next(self._order), asked))
+        heapq.heapify(self._due)
+        device, engine = self.device, self.engine
+        while self._due or engine.has_work:
+            while self._due and self._due[0][0] <= device.now:
+                self._submit(heapq.heappop(self._due)[2])
+            while self._leaves and self._leaves[0][0] <= device.now:
+                self._abort(heapq.heappop(self._leaves)[2])
+            if not engine.has_work:
+                if self._due:
+                    self._idle += max(0.0, self._due[0][0] - device.now - IDLE_SHOWN / 1e3)
+                    device.now = max(device.now, self._due[0][0])
+                continue
+            self._emitted(engine.step())
+            if self._traced:
+                self.records += self.log.drain()
+        self.steps = engine.scheduler.step - first_step
+        self.ended = device.now
+        return self
+
+    # ---- requests
+
+    def _begin(self) -> set[int]:
+        """Fill the cache, and let the requests that ran before the recording take their place, without cost. Returns
+        the latter."""
+        cache = self.engine.cache
+        if self.setting.cache:
+            for n, (text, salt) in enumerate(self.recorded.warm):
+                self._cache(n, text, salt)
+            cache.take_table_changes()
+        earlier = [one for one in self.recorded.requests if one.before]
+        for asked in sorted(earlier, key=lambda one: one.id):
+            self._submit(asked, min(asked.total, max(asked.prompt, asked.before)))
+        for _ in range(EARLIER_STEPS):
+            if all(r.decoding for r in self.engine.scheduler.requests.values()):
+                break
+            self.engine.step()
+        self.engine.drain()
+        return {one.id for one in earlier}
+
+    def _cache(self, number: int, text: Iterable[int], salt: int) -> None:
+        """Put a text into the tree, which nobody uses."""
+        cache, ids = self.engine.cache, list(text)[: self.setting.blocks * self.setting.block_size]
+        request = Request(-1 - number, ids, SamplingParams(), 0, len(ids), cache_salt=_salt(salt), prompt_len=len(ids))
+        match = cache.tree.match(ids, len(ids) // cache.block_size, cache.tree.root, 0, request.cache_salt)
+        cache.take(request, match)
+        if cache.grow(request, len(ids) // cache.block_size * cache.block_size):
+            request.planned = len(request.table) * cache.block_size
+            cache.publish_committed(request, request.planned)
+        cache.release(request, self.log.seq)
+
+    def _submit(self, asked: Asked, begin: int = 0) -> None:
+        """Submit a request; `begin`: its tokens so far, if its reply has begun."""
+        ids = self.recorded.ids(asked)
+        params = SamplingParams(max_tokens=max(1, asked.most - (begin or asked.prompt)))
+        try:
+            request = self.engine.add_request(
+                ids[: begin or asked.prompt], params, asked.group, cache_salt=_salt(asked.salt)
+            )
+        except InvalidRequest:
+            self.refused.append(asked)
+            self._answered(asked)
+            return
+        if begin:
+            request.prompt_len = asked.prompt
+        if asked.reason != "length" and asked.reply:
+            ids[-1] = STOP
+        elif asked.reply and asked.total > request.max_total:
+            self.cut += 1
+        self.device.replies[request.id] = ids
+        self.played[request.id] = Played(asked, request.submitted_at)
+        if not asked.reply:
+            stayed = (asked.ended or asked.at) - asked.at
+            heapq.heappush(self._leaves, (self.device.now + stayed, next(self._order), request.id))
+
+    def _abort(self, id: int) -> None:
+        request = self.engine.scheduler.requests.get(id)
+        if request is not None and self.engine.abort(id):
+            self._finished(id, request)
+
+    def _emitted(self, emitted: list[Emitted]) -> None:
+        now, played = self.log.now(), self.played
+        for item in emitted:
+            id = item.request.id
+            if item.token_id is not None:
+                played[id].tokens.append(now)
+            if item.finish_reason:
+                self._finished(id, item.request)
+
+    def _finished(self, id: int, request: Request) -> None:
+        self.device.replies.pop(id, None)
+        one = self.played[id]
+        one.finished = True
+        one.cached, one.preemptions = request.cached_tokens, request.preemptions
+        one.drafted, one.accepted = request.drafted_tokens, request.accepted_tokens
+        self._answered(one.asked)
+
+    def _answered(self, asked: Asked) -> None:
+        for follower in self._followers.pop(asked.id, ()):
+            heapq.heappush(self._due, (self.device.now + max(0.0, follower.thought), next(self._order), follower))
+
+    # ---- the result
+
+    @property
+    def figures(self) -> RunFigures:
+        """The totals of the run, as Run.figures has them. Requests from before the recording have no first token."""
+        every = list(self.played.values())
+        new = [one for one in every if not one.asked.before]
+        firsts = np.array([one.first_ms for one in new if one.tokens])
+        first_p50, first_p99 = percentiles(firsts) if len(firsts) else (None, None)
+        gaps = np.concatenate([np.empty(0), *(np.diff(one.tokens) * 1e3 for one in every)])
+        gap_p50, gap_p99 = percentiles(gaps) if len(gaps) else (None, None)
+        time = (self.ended - self.began - self._idle) * 1e3
+        replies, prompts = sum(len(one.tokens) for one in every), sum(one.asked.prompt for one in every)
+        cached = sum(one.cached for one in new)
+        return RunFigures(
+            requests=len(every), finished=sum(one.finished for one in every), time=time, steps=self.steps,
+            replies=replies, tok_s=replies / time * 1e3 if time else None,
+            tokens_a_step=replies / self.steps if self.steps else None, prompt_tokens=prompts, cached=cached,
+            computed=sum(one.asked.prompt for one in new) - cached, twice=None, firsts=len(firsts),
+            first_p50=first_p50, first_p99=first_p99, gaps=len(gaps), gap_p50=gap_p50, gap_p99=gap_p99,
+            gap_longest=float(gaps.max()) if len(gaps) else None, longest=None, delayed=None,
+            preemptions=sum(one.preemptions for one in every), evicted=None,
+            drafted=sum(one.drafted for one in every), accepted=sum(one.accepted for one in every),
+        )  # fmt: skip
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about this run: what was refused, cut or extrapolated."""
+        notes = []
+        if self.refused:
+            notes.append(f"{count(len(self.refused), 'request')} did not fit into this setting and had no answer.")
+        if self.cut:
+            words = "reply is" if self.cut == 1 else "replies are"
+            notes.append(f"{self.cut:,} {words} cut: pool or context are too small for the rest.")
+        if self.device.extrapolated:
+            share = self.device.extrapolated / max(1, self.steps)
+            reasons = "; ".join(beyond(self.device.most, self._costs.most))
+            notes.append(f"extrapolated: {share:.0%} of the steps do more than any recorded step: {reasons}.")
+        return notes
+
+    def write(self, path: Path, info: EngineInfo) -> None:
+        """Write the run as a recording. Needs `traced`."""
+        recorder = Recorder(path)
+        recorder.begin(self.setting.info(replace(info, random_text=True)), self.snapshot)
+        recorder.feed(self.records)
+        recorder.close()
+
+
+def _salt(number: int) -> str:
+    return f"salt {number}" if number else ""

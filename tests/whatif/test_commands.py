@@ -1,0 +1,97 @@
+"""`minitui replay --what-if` and `--sweep`, and `minitui advise`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.errors import EngineError
+from minitui.cli.main import app
+from minitui.export import charts, png
+from tests.whatif.test_play import BASE, real
+
+
+def output(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_another_setting_beside_the_recording(tmp_path):
+    path = tmp_path / "run.trace"
+    real(path, BASE, 1, closed=True)
+    data = json.loads(output("replay", path, "--what-if", "budget=16,blocks=90", "--arrivals", "closed", "--json"))
+    recorded, played = (run["figures"] for run in data["runs"])
+    assert played["requests"] == recorded["requests"] == 42
+    assert played["reply_tokens"] == recorded["reply_tokens"]
+    assert played["steps"] > recorded["steps"]
+    assert [run["settings"]["max_num_batched_tokens"] for run in data["runs"]] == [64, 16]
+    again = data["what_if"]["recorded_setting_played"]
+    for key in ("steps", "prompt_tokens_cached", "preemptions"):
+        assert again[key]["recorded"] == again[key]["played"], key
+    assert data["what_if"]["fit"]["steps"] == recorded["steps"]
+    text = output("replay", path, "--what-if", "budget=16", "--arrivals", "closed")
+    assert "The engines differ in: token budget of a step 64 and 16." in text
+    assert "The recorded setting, played in the same way: " in text and "steps the same" in text
+
+
+def test_a_bundled_recording_of_vllm():
+    data = json.loads(output("replay", "vllm-8b", "--what-if", "blocks=2400", "--json"))
+    recorded, played = (run["figures"] for run in data["runs"])
+    assert recorded["preemptions"] == 20 and played["preemptions"] == 0
+    assert played["prompt_tokens"] == recorded["prompt_tokens"]
+    again = data["what_if"]["recorded_setting_played"]
+    for key in ("time_ms", "first_token_p50_ms", "first_token_p99_ms", "gap_p50_ms", "prompt_tokens_cached"):
+        assert again[key]["played"] == pytest.approx(again[key]["recorded"], rel=0.1), key
+    assert any("Recorded from vLLM" in note for note in data["notes"])
+
+
+def test_a_sweep_writes_its_figures_and_a_picture(tmp_path, monkeypatch):
+    path, drawn = tmp_path / "run.trace", []
+    real(path, BASE, 1)
+    monkeypatch.setattr(charts, "write_png", lambda svg, out: drawn.append(svg) or out)
+    text = output("replay", path, "--sweep", "budget=16..256")
+    assert [line.split()[0] for line in text.splitlines()[1:6]] == ["16", "32", "64", "128*", "256*"]
+    assert "extrapolated: " in text
+    data = json.loads((tmp_path / "run.budget.json").read_text())
+    steps = [point["figures"]["steps"] for point in data["points"]]
+    assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
+    assert data["recorded_value"] == 64
+    assert "first token p99" in drawn[0] and drawn[0].count("<circle") == 6 * 5
+
+
+def test_a_sweep_without_a_browser_still_answers(tmp_path, monkeypatch):
+    real(tmp_path / "run.trace", BASE, 1)
+    monkeypatch.setattr(png, "find_browser", lambda: None)
+    assert "cache" in output("replay", tmp_path / "run.trace", "--sweep", "cache=on|off", "-o", tmp_path / "mine")
+    assert Path(tmp_path / "mine.json").is_file()
+
+
+def test_advice_names_the_setting_with_the_best_goodput(tmp_path):
+    path = tmp_path / "run.trace"
+    real(path, BASE, 1)
+    data = json.loads(output("advise", path, "--goal", "first=100000,gap=100000", "--json"))
+    assert data["best"]["within_goals"] == data["recorded"]["within_goals"] == 14
+    rates = [point["goodput_per_second"] for point in data["tried"]]
+    assert rates == sorted(rates, reverse=True)
+    assert data["best"]["goodput_per_second"] >= data["recorded"]["goodput_per_second"]
+    text = output("advise", path, "--goal", "first=1")
+    assert text.startswith("Goal: first token within 1.00 ms. Best: ") and "The recording cannot tell" in text
+
+
+@pytest.mark.parametrize(("arguments", "why"), [
+    (("replay", "--what-if", "budget=2"), "need a recording"),
+    (("replay", "vllm-8b", "--what-if", "policy=priority"), "do not have the priorities"),
+    (("replay", "vllm-8b", "--what-if", "pool=2"), "no setting 'pool'"),
+    (("replay", "vllm-8b", "--what-if", "seqs=2", "--arrivals", "later"), "recorded or closed"),
+    (("replay", "vllm-8b", "--json"), "belong to --what-if"),
+    (("advise", "vllm-8b", "--goal", "fast=1"), "not a list of goals"),
+])  # fmt: skip
+def test_errors_are_sentences(arguments, why):
+    with pytest.raises(EngineError, match=why):
+        output(*arguments)

@@ -1,0 +1,203 @@
+"""What another setting would have done: the counts are those of a real run under that setting, exactly, if arrivals do
+not depend on time. The real runs drive the real engine over the simulated device of tests/support/simulation.py."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.engine import Engine
+from engine.core.request import Request
+from engine.errors import EngineError
+from engine.info import EngineInfo
+from engine.params import SamplingParams
+from minitui.server.telemetry.broadcast import MASKED
+from minitui.trace.recorder import Recorder
+from minitui.whatif.answer import Question
+from minitui.whatif.play import Player
+from minitui.whatif.settings import Setting, changes, points
+from tests.support.simulation import SimulatedRunner, simulated
+
+BASE = Setting(budget=64, seqs=8, blocks=160, block_size=4, context=2048)
+VOCABULARY = 50
+
+
+def chats(seed: int, turns: int = 3, salts: bool = True) -> list[list[tuple[list[int], int, str]]]:
+    """Returns chats as lists of (new tokens of a question, longest reply, salt); many begin with the same tokens."""
+    r = random.Random(seed)
+    systems = [[r.randrange(6) for _ in range(r.randrange(8, 40))] for _ in range(3)]
+    found = []
+    for _ in range(14):
+        salt = r.choice(["", "", "", "a"]) if salts else ""
+        first = r.choice(systems) + [r.randrange(6) for _ in range(r.randrange(1, 30))]
+        more = [[r.randrange(6) for _ in range(r.randrange(1, 20))] for _ in range(turns - 1)]
+        found.append([(ids, r.choice([1, 5, 20, 60]), salt) for ids in (first, *more)])
+    return found
+
+
+def real(
+    path: Path | None, setting: Setting, seed: int, closed: bool = False, echo: bool = False, overlap: bool = False,
+    hidden: bool = False, salts: bool = True,
+) -> Engine:  # fmt: skip
+    """Runs chats for real, and records them in `path`. All first questions are asked before the first step; with
+    `closed`, each next question comes when its chat has its answer. `hidden`: as a server with --hide-text records."""
+    runner = SimulatedRunner(setting.blocks + 1, setting.block_size, setting.seqs, VOCABULARY, echo=echo)
+    engine = simulated(Engine(
+        runner, setting.scheduler(), overlap=overlap, prefix_caching=setting.cache, eviction_policy=setting.eviction,
+        eos_ids=frozenset({VOCABULARY - 1}),
+    ))  # fmt: skip
+    engine.finished = []  # type: ignore[attr-defined]
+    recorder = None
+    if path is not None:
+        recorder = Recorder(path, keyframe_every=700)
+        info = EngineInfo(model="simulated", device="none", prefix_caching=setting.cache, overlap=overlap)
+        recorder.begin(setting.info(info), engine.snapshot())
+    left = {f"chat {i}": list(turns) for i, turns in enumerate(chats(seed, 3 if closed else 1, salts))}
+
+    def ask(group: str, before: list[int]) -> None:
+        new, most, salt = left[group].pop(0)
+        params = SamplingParams(max_tokens=most, seed=seed)
+        engine.add_request([*before, *new], params, group, cache_salt=salt)
+
+    for group in left:
+        ask(group, [])
+    while engine.has_work:
+        for item in engine.step():
+            if item.finish_reason:
+                engine.finished.append(item.request)  # type: ignore[attr-defined]
+                if left[item.request.group]:
+                    ask(item.request.group, item.request.ids)
+        if recorder is not None:
+            recorder.feed(masked(record) if hidden else record for record in engine.log.drain())
+    engine.check()
+    if recorder is not None:
+        recorder.close()
+    return engine
+
+
+def masked(record: tuple[Any, ...]) -> tuple[Any, ...]:
+    place = MASKED.get(record[2])
+    if place is None:
+        return record
+    place += 3
+    return (*record[:place], [7] * len(record[place]), *record[place + 1 :])
+
+
+def counts(engine: Engine) -> dict[str, Any]:
+    finished: list[Request] = engine.finished  # type: ignore[attr-defined]
+    return {
+        "steps": engine.scheduler.step,
+        "requests": sorted((r.group, r.prompt_len, r.cached_tokens, r.preemptions, len(r.ids)) for r in finished),
+        "drafts": sum(r.drafted_tokens for r in finished), "accepted": sum(r.accepted_tokens for r in finished),
+    }  # fmt: skip
+
+
+def played_counts(player: Player) -> dict[str, Any]:
+    every = player.played.values()
+    return {
+        "steps": player.engine.scheduler.step,
+        "requests": sorted(
+            (p.asked.group, p.asked.prompt, p.cached, p.preemptions, p.asked.prompt + len(p.tokens)) for p in every
+        ),
+        "drafts": sum(p.drafted for p in every), "accepted": sum(p.accepted for p in every),
+    }  # fmt: skip
+
+
+CHANGES = [
+    "budget=16", "budget=512", "blocks=60", "blocks=400", "seqs=3", "policy=static", "policy=longest-prefix",
+    "eviction=fifo,blocks=60", "cache=off", "chunking=off", "budget=24,blocks=70,seqs=5", "block_size=8",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", ["seqs=8", *CHANGES])
+@pytest.mark.parametrize("closed", [False, True])
+def test_counts_are_those_of_a_real_run_under_the_other_setting(change, closed, tmp_path):
+    real(tmp_path / "run.trace", BASE, 1, closed)
+    question = Question(tmp_path / "run.trace", "closed" if closed else "recorded")
+    setting = question.changed(changes(change))
+    expected = counts(real(None, setting, 1, closed))
+    assert played_counts(question.play(setting)) == expected
+    assert len(expected["requests"]) == (42 if closed else 14)
+
+
+@pytest.mark.parametrize("seed", range(2, 8))
+def test_counts_of_random_chats_in_a_small_pool(seed, tmp_path):
+    r = random.Random(seed)
+    real(tmp_path / "run.trace", BASE, seed, closed=True)
+    question = Question(tmp_path / "run.trace", "closed")
+    setting = question.changed({"blocks": str(r.choice([60, 90])), "budget": str(r.choice([8, 40])), "seqs": "6"})
+    expected = counts(real(None, setting, seed, closed=True))
+    assert played_counts(question.play(setting)) == expected
+
+
+def test_drafts_are_those_of_a_real_run(tmp_path):
+    setting = replace(BASE, speculation=4, block_size=1)
+    real(tmp_path / "fine.trace", setting, 3, echo=True, salts=False)  # blocks of one token: all texts are known
+    fine = Question(tmp_path / "fine.trace")
+    off = fine.changed({"speculation": "off"})
+    assert played_counts(fine.play(off)) == counts(real(None, off, 3, echo=True, salts=False))
+    expected = counts(real(None, fine.setting, 3, echo=True, salts=False))
+    assert expected["accepted"] > 20
+    assert played_counts(fine.play(fine.setting)) == expected
+
+
+def test_hidden_texts_are_known_by_their_blocks(tmp_path):
+    roomy = Setting(budget=64, seqs=8, blocks=2000, block_size=4, context=2048)
+    real(tmp_path / "run.trace", roomy, 1, closed=True, hidden=True)
+    question = Question(tmp_path / "run.trace", "closed")
+    assert question.recorded.hidden
+    for change in ("budget=16", "blocks=90", "seqs=3", "cache=off"):
+        setting = question.changed(changes(change))
+        assert played_counts(question.play(setting)) == counts(real(None, setting, 1, closed=True)), change
+    with pytest.raises(EngineError, match="hidden: drafts"):
+        question.play(question.changed({"speculation": "4"}))
+
+
+def test_a_run_without_a_cache_tells_what_a_cache_would_have_saved(tmp_path):
+    without = Setting(budget=64, seqs=8, blocks=160, block_size=4, context=2048, cache=False)
+    real(tmp_path / "run.trace", without, 1, closed=True, salts=False)
+    question = Question(tmp_path / "run.trace", "closed")
+    setting = question.changed({"cache": "on"})
+    expected = counts(real(None, setting, 1, closed=True, salts=False))
+    assert played_counts(question.play(setting)) == expected
+    assert sum(cached for _, _, cached, _, _ in expected["requests"]) > 500
+
+
+def test_steps_that_overlap(tmp_path):
+    real(tmp_path / "run.trace", BASE, 1, closed=True, overlap=True)
+    question = Question(tmp_path / "run.trace", "closed")
+    assert question.costs.overlap
+    for change in ("seqs=8", "budget=16", "blocks=70"):
+        setting = question.changed(changes(change))
+        expected = counts(real(None, setting, 1, closed=True, overlap=True))
+        assert played_counts(question.play(setting)) == expected, change
+
+
+def test_settings_are_checked():
+    assert changes("budget=1024, cache=off") == {"budget": "1024", "cache": "off"}
+    assert points("budget=512..3000") == ("budget", ["512", "1024", "2048", "3000"])
+    assert points("policy=fcfs|static") == ("policy", ["fcfs", "static"])
+    for text, why in (
+        ("budget", "is not a list"), ("budgets=3", "no setting 'budgets'"), ("budget=0", "from 1 to"),
+        ("cache=maybe", "on or off"), ("policy=mine", "one of fcfs"), ("budget=1,budget=2", "is not a list"),
+        ("blocks=99999999999", "from 1 to"),
+    ):  # fmt: skip
+        with pytest.raises(EngineError, match=why):
+            changes(text)
+    with pytest.raises(EngineError, match="the smaller first"):
+        points("budget=512..256")
+
+
+def test_what_does_not_fit_is_said(tmp_path):
+    real(tmp_path / "run.trace", BASE, 1)
+    question = Question(tmp_path / "run.trace")
+    player = question.play(question.changed({"blocks": "9"}))
+    assert any("did not fit" in note for note in player.notes)
+    assert any("cut" in note for note in player.notes)
+    assert not question.play(question.setting).notes
+    larger = question.play(question.changed({"budget": "1024"}))
+    assert any(note.startswith("extrapolated: ") and "prompt tokens in a step" in note for note in larger.notes)
