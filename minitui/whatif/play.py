@@ -20,10 +20,10 @@ from engine.core.request import Grammar, Request
 from engine.core.step import Emitted, StepPlan, StepResult
 from engine.core.step_clock import StepClock
 from engine.errors import EngineError, InvalidRequest
-from engine.trace.side_pool import SideGroup
 from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.trace.records import Record, RecordLog
+from engine.trace.side_pool import SideGroup
 from minitui.text import count
 from minitui.trace.recorder import Recorder
 from minitui.viewmodel.compare.figures import RunFigures
