@@ -202,7 +202,7 @@ class Decoder:
             for rope, dim in set(kinds)
         }  # fmt: skip
         self.rope_tables = [tables[kind] for kind in kinds]  # of each layer
-        self._group_of = group_of_layers(config)
+        self.group_of = group_of_layers(config)  # the index of each layer's cache group
         scales = query_scales(config.rope, max_positions)
         self.query_scales = None if scales is None else scales.to(device, dtype)
 
@@ -227,7 +227,7 @@ class Decoder:
             if layer.full_qk_norm is not None or layer.value_norm:
                 qkv = layer.normalise_qkv(qkv, eps)
             rope = ropes[id(self.rope_tables[i])]
-            where = slots[self._group_of[i]] if layer.holds_kv else None
+            where = slots[self.group_of[i]] if layer.holds_kv else None
             q = ops.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, where, scales)
             if self.query_scales is not None:
                 q = q * self.query_scales[meta.positions][:, None, None]

@@ -41,6 +41,7 @@ class Batch:
         self.upload = Uploader(device)
         rows = (1 + len(windows)) * max_rows
         self.host_table = np.zeros((rows, -(-max_model_len // block_size)), dtype=np.int32)
+        self.host_tables = np.split(self.host_table, 1 + len(windows))  # the host's table of each group
         self.table = torch.from_numpy(self.host_table).to(device)
         self.tables = self.table.split(max_rows)  # the table of each group
         self.indices = np.arange(max_rows + 1)
@@ -92,18 +93,18 @@ class Batch:
             ends = np.cumsum(plan.q_lens)
             rows = np.repeat(plan.rows, plan.q_lens)
             positions = np.arange(tokens) - np.repeat(ends - seq_lens, plan.q_lens)
+        return Layout(ends, seq_lens, rows, positions, self.slots(rows, positions))
+
+    def slots(self, rows: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:
+        """Returns the cache slots, int64 [T], of the tokens at `positions` [T] in `rows` [T]; for each cache group."""
         blocks, offsets = np.divmod(positions, self.block_size)
-        slots = [
-            self.host_table[rows + np.int32(group * self.max_rows), blocks] * np.int64(self.block_size) + offsets
-            for group in range(1 + len(self.windows))
-        ]
-        return Layout(ends, seq_lens, rows, positions, slots)
+        return [table[rows, blocks] * np.int64(self.block_size) + offsets for table in self.host_tables]
 
     def window_groups(self, plan: StepPlan, slots: list[np.ndarray], columns: int) -> tuple[PagedGroup, ...]:
         """Returns what attention needs of the groups with windows. `slots`: of all groups, as in Layout."""
         column, groups = np.arange(columns), []
         for group, (window, own) in enumerate(zip(self.windows, slots[1:], strict=True), 1):
-            table = self.host_table[plan.rows + np.int32(group * self.max_rows), :columns]
+            table = self.host_tables[group][plan.rows, :columns]
             # The blocks behind the window were released, so the table may name blocks of other requests there.
             table[column < (np.maximum(plan.starts + 1 - window, 0) // self.block_size)[:, None]] = 0
             groups.append(PagedGroup(self.upload(own), self.upload(table)))

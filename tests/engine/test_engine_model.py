@@ -26,9 +26,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_engine(checkpoint: Path, blocks: int = 200, budget: int = 64, rows: int = 8, **options: Any) -> Engine:
     overlap, caching = options.pop("overlap", False), options.pop("prefix_caching", True)
-    size = options.pop("block_size", 4)
+    size, dtype = options.pop("block_size", 4), options.pop("dtype", "float64")
     runner = make_runner(
-        checkpoint, "float64", num_blocks=blocks, block_size=size, max_num_seqs=rows, max_num_batched_tokens=budget
+        checkpoint, dtype, num_blocks=blocks, block_size=size, max_num_seqs=rows, max_num_batched_tokens=budget
     )
     config = SchedulerConfig(budget, rows, 256, **options)
     return Engine(runner, config, overlap=overlap, prefix_caching=caching, eos_ids=EOS)

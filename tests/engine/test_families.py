@@ -18,6 +18,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, EngineError
+from engine.groups import cache_groups
 from engine.model.config import ModelConfig
 from engine.model.families import ARCHITECTURES, MODEL_TYPES
 from engine.model.hf.config import read_model_config
@@ -121,6 +122,34 @@ def test_decode_steps_on_a_cpu_compute_what_the_decoder_does(kind: str, count: i
         torch.testing.assert_close(ours, plainly, rtol=0, atol=2e-5 * float(plainly.abs().max()))
 
 
+@pytest.mark.usefixtures("compiled_or_not")
+@pytest.mark.parametrize("speculative_tokens", [0, 4])
+@pytest.mark.parametrize("kind", ["cwm", "ministral"])
+def test_the_fast_paths_of_a_cpu_read_nothing_behind_a_window(kind: str, speculative_tokens: int, made: Any) -> None:
+    """The pages that requests have released are NaN, as if another request had computed it."""
+    _, directory = made(kind, next(seed for seed in range(9) if len(groups_of(kind, seed)) > 1))
+    replies = []
+    for spoilt in (False, True):
+        options: dict[str, Any] = {"dtype": "float32", "prefix_caching": False}
+        engine = make_engine(directory, budget=16, speculative_tokens=speculative_tokens, **options)
+        fast = engine.runner.executors[0]  # type: ignore[attr-defined]
+        assert isinstance(fast, CPUSteps) and (fast._compiled or fast._decode)
+        params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+        layers, released = cache_groups(read_model_config(directory))[1].layers, 0
+        requests = [engine.add_request(ids, params) for ids in wordy(3)]
+        while engine.has_work:
+            engine.step()
+            engine.check()
+            free = list(engine.cache.sides[0].pool.free)
+            released += bool({*fast._batch.host_tables[1].flat} & {*free})
+            with torch.inference_mode():
+                for layer in layers if spoilt else ():
+                    fast._loaded.pool.keys[layer][free], fast._loaded.pool.values[layer][free] = torch.nan, torch.nan
+        assert released > 4
+        replies.append([request.output_ids for request in requests])
+    assert replies[0] == replies[1]
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_two_ranks_draw_what_one_does(kind: str, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run_in_threads(monkeypatch)
@@ -141,6 +170,10 @@ def test_two_ranks_draw_what_one_does(kind: str, made: Any, monkeypatch: pytest.
     assert together == alone
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+def groups_of(kind: str, seed: int) -> set[str]:
+    return set(read_config_of(kind, seed).get("layer_types", ()))
 
 
 def read_config_of(kind: str, seed: int) -> dict[str, Any]:

@@ -47,7 +47,8 @@ class Buffers:
         self.q = torch.empty(rows, config.num_heads, dim)
         self.attended = torch.empty(rows, config.num_heads * dim)
         self.gate_up = torch.empty(rows, 2 * config.intermediate_size)
-        self.positions, self.slots, self.lengths = (np.zeros(rows, dtype=np.int64) for _ in range(3))
+        self.positions, self.lengths = (np.zeros(rows, dtype=np.int64) for _ in range(2))
+        self.slots = np.zeros((1 + max(decoder.group_of), rows), dtype=np.int64)  # of each cache group
         widest = max(config.hidden_size, config.intermediate_size, config.num_heads * dim)
         few = min(rows, MOST_ROWS)  # kernels that round rows for all threads have scratch memory of their own
         self.each = max(scratch_floats(few, widest), max_length + 16)
@@ -108,6 +109,7 @@ class CompiledDecoder:
         self._after = 6 if self._any_rows else 3  # calls of a layer after its attention, in a step with prompts
         widths = decoder.layers[0].qkv.shape[0], decoder.config.mlp_width, decoder.head.shape[0]
         self._no_bias = torch.zeros(max(decoder.config.hidden_size, *widths))
+        self._group_of = np.array(decoder.group_of)
         self._windows = [decoder.config.window(i) for i in range(decoder.config.num_layers)]
         self._buffers = Buffers(MOST_ROWS, decoder, self._threads, max_length)
         self._decode_calls = self._calls(self._buffers, False)
@@ -132,19 +134,24 @@ class CompiledDecoder:
             return 0
         return sys.maxsize if self._any_rows else MOST_ROWS
 
-    def step(self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, tables: np.ndarray) -> torch.Tensor:
-        """Returns the logits [R, V] of R decodes. tokens, positions, slots: [R]; tables [R, C]: the blocks of each.
+    def step(
+        self, tokens: np.ndarray, positions: np.ndarray, slots: list[np.ndarray], tables: list[np.ndarray]
+    ) -> torch.Tensor:
+        """Returns the logits [R, V] of R decodes. tokens, positions: [R].
 
+        slots [R], tables [R, C]: of each cache group, the slot of each token and the blocks of each sequence.
         Stores the keys and values of all tokens before the attention of any token.
         """
         rows, buffers, calls = len(tokens), self._buffers, self._decode_calls
         buffers.residual[:rows] = embed(torch.from_numpy(tokens.astype(np.int64)), self._decoder.embedding)
-        for array, values in (buffers.positions, positions), (buffers.slots, slots), (buffers.lengths, positions + 1):
+        for array, values in (buffers.positions, positions), (buffers.lengths, positions + 1):
             array[:rows] = values
-        tables = np.ascontiguousarray(tables, dtype=np.int64)
+        for array, values in zip(buffers.slots, slots, strict=True):
+            array[:rows] = values
+        tables = [np.ascontiguousarray(table, dtype=np.int64) for table in tables]
         logits = torch.empty(rows, self._decoder.head.shape[0])
         calls.set_rows(rows)
-        calls.fields[2:-1:6, 3], calls.fields[2:-1:6, 7] = tables.ctypes.data, tables.shape[1]
+        calls.fields[2:-1:6, 3], calls.fields[2:-1:6, 7] = self._of_layers(tables), tables[0].shape[1]
         calls.fields[-1, 2], calls.fields[-1, 5] = buffers.residual.data_ptr(), logits.data_ptr()
         calls.run(0, len(calls), self._threads)
         return logits
@@ -160,20 +167,21 @@ class CompiledDecoder:
         b, calls = self._for_rows(rows)
         each = len(calls) // len(self._decoder.layers)  # calls per layer
         b.residual[:rows] = embed(token_ids, self._decoder.embedding)
-        b.positions[:rows], b.slots[:rows] = meta.positions.numpy(), meta.slot_mapping.numpy()
-        b.lengths[:n] = meta.seq_lens[:n].numpy()
-        tables, tiles = meta.block_table.to(torch.int64).contiguous(), self._tiles(meta)
+        b.positions[:rows], b.lengths[:n] = meta.positions.numpy(), meta.seq_lens[:n].numpy()
+        tables = []
+        for own, array in zip(meta.by_group(), b.slots, strict=True):
+            array[:rows] = own.slot_mapping.numpy()
+            tables.append(np.ascontiguousarray(own.block_table.numpy(), dtype=np.int64))
+        columns, addresses, tiles = tables[0].shape[1], self._of_layers(tables), self._tiles(meta)
         floats = tile_floats(self._decoder.config, meta.max_seq_len)
         if floats > self._scratch.shape[1]:
             self._scratch = torch.empty(self._threads, 2 * floats)
         calls.set_rows(rows)
         at = each - self._after  # in each layer, the first call after its attention
         decodes, chunks = calls.fields[at - 2 :: each], calls.fields[at - 1 :: each]
-        decodes[:, 3], decodes[:, 7], decodes[:, 8] = tables.data_ptr(), tables.shape[1], n
-        chunks[:, 3:5], chunks[:, 6:9] = (tables.data_ptr(), tiles.ctypes.data), (
-            self._scratch.data_ptr(), tables.shape[1], len(tiles),
-        )  # fmt: skip
-        chunks[:, 10] = self._scratch.shape[1]
+        decodes[:, 3], decodes[:, 7], decodes[:, 8] = addresses, columns, n
+        chunks[:, 3], chunks[:, 4], chunks[:, 10] = addresses, tiles.ctypes.data, self._scratch.shape[1]
+        chunks[:, 6:9] = self._scratch.data_ptr(), columns, len(tiles)
         end = len(calls) - self._after
         calls.run(0, end, self._threads)
         if meta.logit_rows is not None:
@@ -183,6 +191,10 @@ class CompiledDecoder:
             calls.set_rows(rows)
         calls.run(end, len(calls), self._threads)
         return b.residual[:rows].clone()
+
+    def _of_layers(self, tables: list[np.ndarray]) -> np.ndarray:
+        """Returns the address of each layer's table, that of its cache group."""
+        return np.array([table.ctypes.data for table in tables])[self._group_of]
 
     def _tiles(self, meta: ForwardMeta) -> np.ndarray:
         """Returns the tiles of all sequences that compute several tokens, int64 [T, TILE_FIELDS]."""
@@ -243,7 +255,8 @@ class CompiledDecoder:
             norms = 0 if layer.qk_norm is None else layer.qk_norm
             product(layer.qkv, b.residual, b.qkv, layer.qkv_bias, Before.NORM, layer.input_norm)
             table = decoder.rope_tables[i]
-            calls.add("rotate", [b.qkv, norms, table, b.q, keys, values, b.positions, b.slots, 0], 8)
+            calls.add("rotate", [b.qkv, norms, table, b.q, keys, values, b.positions,
+                                 b.slots[decoder.group_of[i]], 0], 8)  # fmt: skip
             calls.add("attend", [b.q, keys, values, 0, b.lengths, b.attended, b.scratch, 0, 0, self._windows[i],
                                  b.each], 8)  # fmt: skip
             if prompts:

@@ -85,10 +85,11 @@ class CPUDecode:
         return known and not lacking(decoder.config, "cpu_decode")
 
     def logits(
-        self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, attention: AttentionBackend
+        self, tokens: np.ndarray, positions: np.ndarray, slots: list[np.ndarray], attention: AttentionBackend
     ) -> torch.Tensor:
-        """Returns the same logits [n, V] as Decoder.forward and Decoder.logits. tokens, positions, slots: [n].
+        """Returns the same logits [n, V] as Decoder.forward and Decoder.logits. tokens, positions: [n].
 
+        slots [n]: of each cache group.
         Stores each token's keys and values. Before the call, `attention` must be planned for these sequences.
         """
         decoder, eps, n = self._decoder, self._decoder.config.rms_norm_eps, len(tokens)
@@ -98,7 +99,7 @@ class CPUDecode:
                 self._columns.pop(next(iter(self._columns)))
             c = self._columns[n] = Columns(decoder, n)
         if n == 1:
-            tokens, positions, slots = tokens[0], positions[0], slots[0]
+            tokens, positions, slots = tokens[0], positions[0], [each[0] for each in slots]
         c.residual[:] = self._embed(tokens).T
         cos, sin = np.split(self._table[positions].T, 2)  # [D / 2, n] each
         cos, sin = np.stack((cos, cos)), np.stack((-sin, sin))
@@ -107,7 +108,8 @@ class CPUDecode:
             _norm(c.residual, self._norms[i], eps, c.x)
             _multiply(layer.qkv, layer.qkv_bias, c.x_, c.qkv_)
             _rotate(c, self._qk_norms[i], eps, cos, sin)
-            keys[slots], values[slots] = c.rotated_k, c.v
+            where = slots[decoder.group_of[i]]
+            keys[where], values[where] = c.rotated_k, c.v
             if n > 1:
                 np.copyto(c.q, c.rotated_q)
             attended = attention.run(i, c.q_, self._pool.keys[i], self._pool.values[i])

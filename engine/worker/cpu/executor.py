@@ -41,9 +41,7 @@ class CPUSteps:
                 self._prompts = Eager(loaded, model=self._compiled)
             elif CPUDecode.supports(model):
                 self._decode = CPUDecode(model, loaded.pool)
-        attention = backends_of(loaded.attention)[0]
-        assert isinstance(attention, TorchAttention), "a CPU has no other attention backend"
-        self._attention = attention
+        self._attention = loaded.attention
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         """Run a step. Returns None for models without support, and for steps in which Eager is as fast."""
@@ -65,21 +63,23 @@ class CPUSteps:
         Each draft token is computed as if it were another sequence. Only the attention of CPUDecode treats a token and
         its drafts as one sequence.
         """
-        batch, table = self._batch, self._batch.host_table
+        batch = self._batch
         size, tokens, rows, positions = batch.block_size, plan.token_ids, plan.rows, plan.starts
         entries, bounds = batch.indices[: len(rows)], batch.indices
         lengths = plan.starts + plan.q_lens
-        tables = table[rows, : -(-int(lengths.max()) // size)]
+        columns = -(-int(lengths.max()) // size)
+        tables = [table[rows, :columns] for table in batch.host_tables]
         if plan.num_drafted:
             bounds = np.concatenate((bounds[:1], np.cumsum(plan.q_lens)))
             entries = np.repeat(entries, plan.q_lens)
         if self._decode is not None:
-            self._attention.plan_arrays(tables, lengths, bounds, plan.num_decodes)
+            for attention, table in zip(backends_of(self._attention), tables, strict=True):
+                assert isinstance(attention, TorchAttention), "a CPU has no other attention backend"
+                attention.plan_arrays(table, lengths, bounds, plan.num_decodes)
         if plan.num_drafted:
             rows, positions = rows[entries], (lengths - bounds[1:])[entries] + np.arange(len(tokens))
-            tables, lengths = tables[entries], positions + 1
-        blocks, offsets = np.divmod(positions, size)
-        slots = table[rows, blocks] * np.int64(size) + offsets
+            tables, lengths = [table[entries] for table in tables], positions + 1
+        slots = batch.slots(rows, positions)
         if (tokens < 0).any():
             tokens = np.where(tokens < 0, batch.last_token.numpy()[rows], tokens)
         if self._compiled is not None:
