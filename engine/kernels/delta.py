@@ -32,10 +32,10 @@ import triton.language as tl
 from engine.kernels.card import fitting
 
 CHUNK = 64  # tokens; also the number of rows of the tiles
-BLOCK = 16  # rows of the diagonal blocks of I + A that are inverted row by row
+BLOCK = 8  # rows of the diagonal blocks of I + A that are inverted row by row
 # Columns of a state in one program, and its warps; of the scan also the stages.
 STEP_COLUMNS, STEP_WARPS = 16, 2
-SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 32, 4, 3
+SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 64, 4, 3
 SOLVE_WARPS, CHUNK_WARPS = 4, 4
 CONV_TOKENS, CONV_CHANNELS = 16, 128  # in one program
 FAR = tl.constexpr(1 << 30)  # behind all tokens
@@ -330,7 +330,7 @@ def _chunk_kernel(
         total = tl.sum(log_decay, 0)
         value = tl.load(v + t[:, None] * stride_v + head * DV + c[None, :], mask=live[:, None], other=0.0)
         u = tl.dot(inverse, value, input_precision=PRECISION)
-        tl.store(written + tile * CHUNK * DV + i[:, None] * DV + c[None, :], u.to(dtype))
+        tl.store(written + tile * CHUNK * DV + c[None, :] * CHUNK + i[:, None], u.to(dtype))
         key_at = head // (HEADS // KEY_HEADS) * DK + d
         cells = tile * CHUNK * DK + i[:, None] * DK + d[None, :]
         key = tl.load(k + t[:, None] * stride_k + key_at[None, :], mask=live[:, None], other=0.0).to(tl.float32)
@@ -385,7 +385,8 @@ def _scan_kernel(
         by_key = i[:, None] * DK + d[None, :]
         cell = head * DK * DV + d[:, None] * DV + c[None, :]
         source = tl.load(segments + 4 * low + 2).to(tl.int64)
-        state = tl.load(pool + source * (HEADS * DK * DV) + cell)
+        # Transposed, so that states and changes go from one product to the next in registers.
+        state = tl.trans(tl.load(pool + source * (HEADS * DK * DV) + cell))
         for s in range(low, high):
             first = tl.load(segments + 4 * s)
             end = tl.load(segments + 4 * s + 1)
@@ -397,17 +398,17 @@ def _scan_kernel(
                 query = tl.load(queries + tile * CHUNK * DK + by_key)
                 key = tl.load(keys + tile * CHUNK * DK + by_key)
                 score = tl.load(scores + tile * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :])
-                u = tl.load(written + tile * CHUNK * DV + i[:, None] * DV + c[None, :])
+                u = tl.load(written + tile * CHUNK * DV + c[:, None] * CHUNK + i[None, :])
                 small = state.to(dtype)
-                change = tl.dot(w, small, u.to(tl.float32), input_precision=PRECISION).to(dtype)
-                o = tl.dot(query, small, input_precision=PRECISION)
-                o = tl.dot(score, change, o, input_precision=PRECISION)
-                state = tl.dot(tl.trans(key), change, state * tl.load(decays + tile), input_precision=PRECISION)
+                change = tl.dot(small, tl.trans(w), u.to(tl.float32), input_precision=PRECISION).to(dtype)
+                o = tl.dot(small, tl.trans(query), input_precision=PRECISION)
+                o = tl.dot(change, tl.trans(score), o, input_precision=PRECISION)
+                state = tl.dot(change, key, state * tl.load(decays + tile), input_precision=PRECISION)
                 t = first + j * CHUNK + i
                 at = (t.to(tl.int64)[:, None] * HEADS + head) * DV + c[None, :]
-                tl.store(out + at, o, mask=(t < end)[:, None])
+                tl.store(out + at, tl.trans(o.to(dtype)), mask=(t < end)[:, None])
             if target > 0:
-                tl.store(pool + target * (HEADS * DK * DV) + cell, state)
+                tl.store(pool + target * (HEADS * DK * DV) + cell, tl.trans(state))
 
 
 def delta_rule(
@@ -417,7 +418,7 @@ def delta_rule(
     """Returns the output [T, Hv, Dv] of the gated delta rule; engine/model/delta.py specifies it.
 
     q, k [T, Hk, Dk] and v [T, Hv, Dv], in rows of any stride; g, beta fp32 [T, Hv]; recurrent fp32 [slots, Hv, Dk, Dv],
-    read at each entry's source and written at the target of each segment. Dk and Dv are powers of two of at least 16.
+    read at each entry's source and written at the target of each segment. Dk and Dv are 16, 32, 64 or 128.
     """
     tokens, key_heads, dk = q.shape
     heads, dv = v.shape[1:]
