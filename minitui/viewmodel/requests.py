@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -21,13 +21,11 @@ REFRESHED = 24  # in a moving picture, the gaps of at most this many requests ar
 
 @dataclass(frozen=True, slots=True)
 class RequestFigures:
-    """One request. Durations are in ms; None: not known, or not yet."""
+    """A request's lane at one moment. Durations are in ms; None: not known, or not yet."""
 
-    id: int
-    group: str
+    lane: Lane = field(compare=False)
     state: str  # waits | preempted | prefill | decode; of a finished request, its finish reason
     live: bool
-    prompt_tokens: int
     cached_tokens: int
     queue_ms: float | None  # while the request waits: until now
     prefill_ms: float | None
@@ -40,6 +38,10 @@ class RequestFigures:
     after_evictions: int | None  # prompt tokens that were computed because their cached blocks had been evicted
     paused_ms: float = 0.0  # time in the queue while the engine was paused or slowed; not part of `queue_ms`
     waits_ms: float | None = None  # how long a live request has waited for its first token so far
+
+    @property
+    def id(self) -> int:
+        return self.lane.id
 
     @property
     def longest(self) -> Gap | None:
@@ -142,7 +144,7 @@ class Requests:
             doing = doing or ("decode" if request.joined_at >= 0 else "prefill")
             cached, blocks = request.cached_tokens, len(request.table)
         return RequestFigures(
-            lane.id, lane.group, doing, request is not None, lane.prompt_tokens, cached, queue, prefill, gaps,
+            lane, doing, request is not None, cached, queue, prefill, gaps,
             self._running(view, lane, request, gaps), blocks,
             lane.preemptions if request is None else request.preemptions,
             None if lane.preempted_before else lane.recomputed(ended),

@@ -289,7 +289,7 @@ def test_the_timeline_has_the_whole_cause_of_a_first_token(name: str, id: int, w
     view.select("request", id)
     lane = view.history.lanes.lanes[id]
     figures = Requests().of(view, lane)
-    words = f"first token: {first_token_words(figures, why_first(view, lane, figures))}"
+    words = f"first token: {first_token_words(figures, why_first(view, figures))}"
     rows = [plain(row)[2:-2].strip() for row in RequestTimeline().drawn(view, width, 17)]
     assert words in " ".join(rows)
     assert any(row.startswith(f"r{id}") or "before token" in row for row in rows[5:]), "and its longest gap"
@@ -331,7 +331,7 @@ def test_the_chart_has_its_highest_bar_under_the_mark_and_shows_every_token() ->
                 continue
             marks = next(i for i, row in enumerate(rows) if row.lstrip().startswith("ms") and "▾" in row)
             figures = Requests().of(view, lane)  # no figure at the top is cut off in the middle
-            every = figures_in_words(figures, why_first(view, lane, figures))
+            every = figures_in_words(figures, why_first(view, figures))
             said = " ".join(" ".join(rows[:marks]).split()).split(" · ")
             assert said[0] == figures.state and set(said[1:]) <= set(every), said
             column = rows[marks].index("▾")

@@ -34,7 +34,7 @@ def test_the_parts_of_every_first_token_add_up_to_its_time(name: str) -> None:
     view.history.live.state.gate = "closed"  # a still picture is exact
     for row in Requests().figures(view):
         lane = view.history.lanes.lanes[row.id]
-        reason = why_first(view, lane, row)
+        reason = why_first(view, row)
         data = request_data(view, lane)
         assert (reason is None) == (data["first_token_causes_ms"] is None)
         if reason is None:
@@ -54,7 +54,7 @@ def test_a_first_token_that_waited_for_another_prompt_names_it() -> None:
     view = recorded_view(TraceReader(find_trace("h200-8b")))
     lane = view.history.lanes.lanes[63]
     row = Requests().of(view, lane)
-    words = first_token_words(row, why_first(view, lane, row))
+    words = first_token_words(row, why_first(view, row))
     assert words.startswith("70.2 ms = queue 0.15 + prefill 70.0: launch in 2 steps longer than usual ")
     assert ", prefill of r64 in next step 363 17.7, its 268 prompt tokens 17.7, " in words
     step = view.history.steps.get(362)

@@ -224,7 +224,7 @@ def test_tokens_computed_again_and_blocks_are_those_of_the_state(kind: str) -> N
             row = figures[request.id]
             assert (row.preemptions, row.recomputed_tokens) == (request.preemptions, again.get(request.id, 0))
             assert (row.blocks, row.cached_tokens) == (blocks[request.id], request.cached_tokens)
-            assert (row.live, row.prompt_tokens) == (False, request.prompt_len)
+            assert (row.live, row.lane.prompt_tokens) == (False, request.prompt_len)
             assert row.state == request.finish_reason.partition(":")[0]
             again_somewhere += row.recomputed_tokens
     assert again_somewhere > 0

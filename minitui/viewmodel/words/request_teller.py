@@ -103,7 +103,7 @@ class RequestTeller(Teller):
     def _line(self, lane: Lane) -> Line:
         view = self.view
         figures = self._requests.of(view, lane)
-        gap, first = figures.longest, why_first(view, lane, figures)
+        gap, first = figures.longest, why_first(view, figures)
         reason = explain_gap(view, lane, gap) if gap is not None else None
         why = in_words(gap, reason) if gap is not None and reason is not None else ""
         if figures.first_so_far_ms is not None:

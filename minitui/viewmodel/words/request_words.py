@@ -30,7 +30,7 @@ def request_text(row: RequestFigures, name: str, why: str, first: Reason | None 
 def figures_in_words(row: RequestFigures, first: Reason | None = None) -> list[str]:
     """Returns one part of a sentence for each figure that is known. `first`: as in `first_token_words`."""
     gaps = row.gaps
-    parts = [f"prompt {count(row.prompt_tokens, 'token')}, {row.cached_tokens:,} cached"]
+    parts = [f"prompt {count(row.lane.prompt_tokens, 'token')}, {row.cached_tokens:,} cached"]
     if row.first_so_far_ms is not None:
         parts.append(f"first token: {first_token_words(row, first)}")
     elif row.queue_ms is not None:
@@ -73,11 +73,11 @@ def first_token_words(row: RequestFigures, reason: Reason | None = None) -> str:
     return f"{ms(row.first_ms)} ms = {parts}{paused}{why}"
 
 
-def why_first(view: View, lane: Lane, row: RequestFigures) -> Reason | None:
+def why_first(view: View, row: RequestFigures) -> Reason | None:
     """Returns what took the time to first token of a request; None if this is not known, or not yet."""
     if row.queue_ms is None or row.prefill_ms is None:
         return None
-    return explain_first_token(view, lane, row.queue_ms, row.prefill_ms)
+    return explain_first_token(view, row.lane, row.queue_ms, row.prefill_ms)
 
 
 def as_long(others: int) -> str:
@@ -91,7 +91,7 @@ def request_data(view: View, lane: Lane) -> dict[str, Any]:
     """Returns the figures of a request as plain data, with the causes of its longest gap."""
     row = Requests().of(view, lane)
     reason = explain_gap(view, lane, row.longest) if row.longest is not None else None
-    return request_json(row, view.texts.group_name(lane.group), reason, why_first(view, lane, row))
+    return request_json(row, view.texts.group_name(lane.group), reason, why_first(view, row))
 
 
 def request_json(
@@ -102,7 +102,7 @@ def request_json(
     gaps = row.gaps
     return {
         "request": row.id, "chat": name, "state": row.state, "finished": not row.live,
-        "prompt_tokens": row.prompt_tokens, "cached_tokens": row.cached_tokens,
+        "prompt_tokens": row.lane.prompt_tokens, "cached_tokens": row.cached_tokens,
         "output_tokens": gaps.tokens if gaps is not None else None, "queue_ms": _exact(row.queue_ms),
         "queue_paused_ms": None if row.queue_ms is None else exact(row.paused_ms),
         "prefill_ms": _exact(row.prefill_ms), "first_token_ms": _exact(row.first_ms),

@@ -75,7 +75,7 @@ def _request(view: View, id: int) -> Story:
         stop, at, _ = (lane.stop, lane.stop_at, "") if request is None else request.match
         story.tell("prompt", from_tree + (f"; {match_reason(stop, at, figures.cached_tokens)}" if stop else ""))
         if figures.first_ms is not None:
-            story.tell("first token", first_token_words(figures, why_first(view, lane, figures)))
+            story.tell("first token", first_token_words(figures, why_first(view, figures)))
         drafted, accepted = lane.drafted, lane.accepted
         if request is not None and view.moment.travel_text:
             drafted, accepted = view.history.steps.drafts_of(id, lane.submitted_step, view.moment.horizon)

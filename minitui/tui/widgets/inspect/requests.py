@@ -40,8 +40,8 @@ def _ms(value: Value) -> str:
 COLUMNS = (
     Heading("request", 9, 0, lambda row: row.id, lambda value: f"r{value}", words=True),
     Heading("state", 10, 0, lambda row: row.state, str, words=True),
-    Heading("chat", 14, 6, lambda row: row.group, words=True),  # the picture shows the name of the group
-    Heading("prompt", 7, 1, lambda row: row.prompt_tokens),
+    Heading("chat", 14, 6, lambda row: row.lane.group, words=True),  # the picture shows the name of the group
+    Heading("prompt", 7, 1, lambda row: row.lane.prompt_tokens),
     Heading("cached", 7, 1, lambda row: row.cached_tokens),
     Heading("queue", 8, 3, lambda row: row.queue_ms, _ms),
     Heading("prefill", 8, 3, lambda row: row.prefill_ms, _ms),
@@ -218,7 +218,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
             value = column.value(figures)
             style = ("ink" if figures.live else "dim") + ground
             if column.name == "chat":
-                row.add(fit(clean(view.texts.group_name(figures.group)), column.width - 1, glyphs().dots), style)
+                row.add(fit(clean(view.texts.group_name(figures.lane.group)), column.width - 1, glyphs().dots), style)
             elif column.words:
                 style = (STATES.get(figures.state, "dim") + ground) if column.name == "state" else style
                 row.add(fit(column.text(value), column.width - 1, glyphs().dots), style)
@@ -229,9 +229,9 @@ selection, Enter opens the timeline of the request with the longest gap.""")
                 row.to(end - len(text), " ", style).add(text, style)
             row.to(end, " ", style)
         if why:
-            gap, lane = figures.longest, view.history.lanes.lanes.get(figures.id)
+            gap = figures.longest
             so_far = "so far: " if gap is not None and gap.so_far else ""
-            text = so_far + _cause(explain_gap(view, lane, gap), why - len(so_far)) if gap and lane else ""
+            text = so_far + _cause(explain_gap(view, figures.lane, gap), why - len(so_far)) if gap is not None else ""
             row.add("  " + fit(text, why, glyphs().dots), "dim" + ground)
         row.to(width, " ", "ink" + ground)
         return row.done(width)
@@ -246,14 +246,13 @@ selection, Enter opens the timeline of the request with the longest gap.""")
         row = worst if at is None else self.rows[at]
         first = self._first_token(view, waited if at is None else self.rows[at], waited, waiting, width)
         gap = row.longest if row is not None else None
-        lane = view.history.lanes.lanes.get(row.id) if row is not None else None
-        if row is None or gap is None or lane is None:
+        if row is None or gap is None:
             none = [Row("no gap between two tokens yet", "dim").done(width), *first]
             return none + [Row().done(width)] * (height - len(none))
         whose = f"the longest gap of all{as_long(len(stalled) - 1)}"
         if row.id not in stalled and worst is not None and worst.longest is not None:
             whose = f"its longest gap (of all: r{worst.id} with {ms(worst.longest.ms)} ms)"
-        text = f"r{row.id}, {whose}: {gap_words(view, lane, gap)}"
+        text = f"r{row.id}, {whose}: {gap_words(view, row.lane, gap)}"
         lines = [*first_rows(text, "ink", width, height - len(first), "enter: all"), *first]
         return lines + [Row().done(width)] * (height - len(lines))
 
@@ -265,8 +264,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
         `waiting`: those that waited as long."""
         if row is None or row.first_so_far_ms is None or waited is None:
             return []
-        lane = view.history.lanes.lanes.get(row.id)
-        words = first_token_words(row, why_first(view, lane, row) if lane is not None else None)
+        words = first_token_words(row, why_first(view, row))
         text = f"r{row.id}, the longest wait for a first token{as_long(len(waiting) - 1)}: {words}"
         if row.id not in waiting:
             so_far = " so far" * (waited.first_ms is None)

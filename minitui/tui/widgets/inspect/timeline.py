@@ -94,7 +94,7 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         figures = self._requests.of(view, lane)
         self._found = view.history.tokens.arrivals(lane, view.moment.horizon) if figures.gaps is not None else None
         self._gaps = np.diff(self._found.at) * 1e3 if self._found is not None else np.empty(0)
-        words = [figures.state, *figures_in_words(figures, why_first(view, lane, figures))]
+        words = [figures.state, *figures_in_words(figures, why_first(view, figures))]
         running = figures.running
         late = wrapped(gap_words(view, lane, running), "bold bad", width) if running is not None else []
         least = 3 if height >= WHOLE_FIRST else 2  # the third is the first token, with what it waited for
