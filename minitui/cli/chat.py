@@ -116,7 +116,7 @@ def connect_to(
     """
     from minitui.sources.openai import OpenAISource
     from minitui.sources.remote import RemoteSource
-    from minitui.sources.remote_info import probe, probe_all
+    from minitui.sources.remote_checks import probe, probe_all
     from minitui.sources.replicas import ReplicaSource
     from minitui.sources.vllm import HOW, Engine, VllmSource, find, is_telemetry
     from minitui.tui.openai_app import ForeignApp

@@ -34,8 +34,7 @@ from minitui.sources.http import (
     server_events,
     unreachable,
 )
-from minitui.sources.remote_checks import Refused
-from minitui.sources.remote_info import load_tokenizer, read_info
+from minitui.sources.remote_checks import Refused, load_tokenizer, read_info
 from minitui.sources.remote_records import RemoteRecords
 
 GIVE_UP_S = 60.0  # a server that cannot be reached for this long counts as dead

@@ -15,7 +15,7 @@ from minitui.sources.base import Stream
 from minitui.sources.http import httpx, normalise
 from minitui.sources.openai import OpenAISource, TextCodec
 from minitui.sources.remote import RemoteSource
-from minitui.sources.remote_info import probe_async
+from minitui.sources.remote_checks import probe_async
 from minitui.sources.server_metrics import PATIENCE_S, MetricsPoller, ServerMetrics, trouble_of, wait_after
 from minitui.sources.vllm import RANK_HEADER, Engine, VllmSource, find_async, is_telemetry
 

@@ -23,8 +23,7 @@ from minitui.sources.base import Progress
 from minitui.sources.http import check, close_client, httpx, load_json, normalise, open_client
 from minitui.sources.openai import CompletionStream
 from minitui.sources.remote import RemoteSource
-from minitui.sources.remote_checks import count
-from minitui.sources.remote_info import probe_async
+from minitui.sources.remote_checks import count, probe_async
 
 FIND_S = 2.0  # the longest search for the telemetry
 LATE_S = 1.0  # after the first piece of an answer, the longest wait for the record of its request

@@ -7,6 +7,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+
 from engine.errors import EngineError, InvalidRequest
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
@@ -14,8 +17,9 @@ from minitui.sources.replay import MAX_SPEED, MIN_SPEED, ReplaySource
 from minitui.trace.reader import TraceReader
 from minitui.tui.actions import Action
 from minitui.tui.app import MinituiApp
-from minitui.tui.screens.inspect import TALL
-from minitui.tui.screens.replay import ReplayLecture, ReplayScreen
+from minitui.tui.screens.base import BaseScreen
+from minitui.tui.screens.inspect import TALL, InspectScreen
+from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.widgets.replay_bar import ReplayBar, position
 from minitui.viewmodel.moment import Playback
 from minitui.viewmodel.words.narrate import narrate
@@ -26,6 +30,42 @@ NO_ENGINE = "this is a recording: no engine runs here; `minitui chat` starts one
 REST = " … (press 3 for more)"
 SPEEDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 JUMP = 0.05  # the share of the recording that one jump covers
+
+
+
+class PlayheadScreen(BaseScreen[None]):
+    """A screen with keys that move the playhead; the application does what they say.
+
+    A subclass lists this class as its last base class, because the CSS of the first base class has priority.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("less_than_sign", "app.speed(-1)", "slower", show=False, id="replay.slower"),
+        Binding("greater_than_sign", "app.speed(1)", "faster", show=False, id="replay.faster"),
+        Binding("left_parenthesis", "app.jump(-1)", "back", show=False, id="replay.back"),
+        Binding("right_parenthesis", "app.jump(1)", "forward", show=False, id="replay.forward"),
+        Binding("left_curly_bracket", "app.mark(-1)", "previous bookmark", show=False, id="replay.previous"),
+        Binding("right_curly_bracket", "app.mark(1)", "next bookmark", show=False, id="replay.next"),
+        Binding("B,home", "app.begin", "begin of the recording", show=False, id="replay.begin"),
+        Binding("E", "app.end", "end of the recording", show=False, id="replay.end"),
+        Binding("m", "app.bookmark", "bookmark this step", show=False, id="replay.bookmark"),
+    ]
+
+
+class ReplayScreen(InspectScreen, PlayheadScreen):
+    """The inspect screen for a recording, with a bar for the playhead."""
+
+    def compose(self) -> ComposeResult:
+        yield from super().compose()
+        yield ReplayBar()
+
+
+class ReplayLecture(LectureScreen, PlayheadScreen):
+    """The lecture screen for a recording, with a bar for the playhead."""
+
+    def compose(self) -> ComposeResult:
+        yield from super().compose()
+        yield ReplayBar()
 
 
 def shortened(text: str, width: int, lines: int) -> str:

@@ -6,6 +6,9 @@ import asyncio
 from functools import partial
 from typing import Any, ClassVar
 
+from textual import getters
+from textual.app import ComposeResult
+
 from engine.errors import EngineError
 from minitui.chat.conversation import Session
 from minitui.chat.model_choice import load_codec
@@ -16,9 +19,40 @@ from minitui.sources.routing import Opening, opening_of
 from minitui.tui.app import MinituiApp
 from minitui.tui.commands import Commands
 from minitui.tui.openai_app import ForeignChatScreen, need_records
+from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.screens.chat import ChatScreen
-from minitui.tui.screens.replicas import ReplicaScreen
+from minitui.tui.widgets.bars import Bar, StatusBar, TopBar
+from minitui.tui.widgets.chat.session_tabs import SessionTabs
 from minitui.tui.widgets.servers.replicas import Replicas
+from minitui.viewmodel.view import View
+
+
+class ReplicaScreen(BaseScreen[None]):
+    """Arranges the widgets; the replicas are in the application's source."""
+
+    DEFAULT_CSS = "ReplicaScreen { layout: vertical; background: $ground; & Replicas { height: 1fr; } }"
+    table = getters.query_one(Replicas)
+
+    def compose(self) -> ComposeResult:
+        yield TopBar()
+        yield SessionTabs()
+        yield Replicas(id="table")
+        yield StatusBar()
+
+    def on_mount(self) -> None:
+        self.table.focus()
+
+    def hints(self) -> list[Hint]:
+        """Returns the keys of the table, then the most useful actions."""
+        table = [("up, down", "choose"), ("enter", "show its panels"), ("P", "pin"), ("U", "unpin")]
+        return table + [h for h in super().hints() if h[1] in ("write", "new", "chats", "help", "commands")]
+
+    def paint(self, view: View) -> None:
+        """Show the view; called once a frame while this screen is visible."""
+        for bar in self.query(Bar):
+            bar.paint(view)
+        self.table.paint(view)
+
 
 CHECK_EVERY_S = 0.5
 TAB = ("replicas", "4 Replicas")

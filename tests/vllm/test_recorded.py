@@ -234,7 +234,7 @@ def page(ranks: int) -> str:
 
 async def found(url: str, ranks: int, **options: Any) -> list[Any]:
     """Returns the engines at an address, when their watchers are up."""
-    from minitui.sources.remote_info import probe_async
+    from minitui.sources.remote_checks import probe_async
     from minitui.sources.vllm import find_async
 
     async with asyncio.timeout(10):
