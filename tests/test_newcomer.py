@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from minitui.tui.panels import Panel, table
+from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.inspect.vitals import Vitals
+from minitui.tui.widgets.inspect.waterfall import Waterfall
+from minitui.viewmodel.view import View
 from tests.support.paths import ROOT
 
 Edit = tuple[str, str, str]  # a file, a text in it, and what replaces the text
@@ -66,7 +71,8 @@ def change(repository: Path, row: str, edits: list[Edit]) -> None:
         text = path.read_text(encoding="utf-8")
         assert text.count(before) == 1, f"{name} has {text.count(before)} times {before!r}"
         path.write_text(text.replace(before, after), encoding="utf-8")
-    assert [name for name in files if name in rows[0]], f"README's row does not name any of {sorted(files)}"
+    named = [name for name in files if name.removeprefix("minitui/") in rows[0]]
+    assert named, f"README's row does not name any of {sorted(files)}"
 
 
 def run(repository: Path, *arguments: str) -> str:
@@ -248,3 +254,101 @@ for other.kind in ("openai", "vllm", "sglang"):
 other.kind = "llamacpp"
 assert other.sent(chat.params({}))["top_a"] == 0.5
 """
+
+
+WIDGET = '''
+"""The number of the last step."""
+from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.rows import wrapped
+
+
+class Odometer(LinePanel):
+    TITLE = "Odometer"
+    help_text = "The number of the last step."
+
+    def picture(self, view, width, height):
+        return Picture(wrapped(f"step {view.moment.horizon:,}", "ink", width))
+'''
+PANEL: list[Edit] = [
+    ("minitui/tui/panels.py", "PANELS = table((\n",
+     "PANELS = table((\n"
+     '    Panel(name="odometer", widget=Odometer, column="alone", every=3, turn=1, key="8",\n'
+     '        does="Show the number of the last step.", help="the number of the last step"),\n'),
+    ("minitui/tui/panels.py", "\nCOLUMNS = ",
+     "from minitui.tui.widgets.inspect.odometer import Odometer\n\nCOLUMNS = "),
+]
+TEST = """
+from minitui.tui import actions, openai_app
+from minitui.tui.screens.help import ABOUT
+from tests.support.driving import press, until
+from tests.tui.test_keys import recording
+
+
+async def test_the_panel_is_reached_painted_and_named_wherever_the_others_are():
+    assert "Odometer       (8) the number of the last step" in ABOUT["inspect"]
+    assert "odometer" in openai_app.need_records("there is no engine")
+    async with recording((120, 40)) as (app, pilot):
+        await press(pilot, "8")
+        panel = app.screen._panels["odometer"]
+        await until(pilot, lambda: "step 70" in panel.text)
+        assert app.screen.current == "odometer" and panel.size.width == 120
+        await press(pilot, "p")
+        await until(pilot, lambda: not app.view.moment.still)
+        seen = {panel.text}
+        await until(pilot, lambda: seen.add(panel.text) or app.view.moment.still or len(seen) > 4)
+        assert len(seen) > 4
+        await press(pilot, "8")
+        assert not panel.display and app.screen.current != "odometer"
+        assert actions.BY_ID["odometer"] in app.actions
+        app.commands.run_slash("/odometer")
+        assert panel.display
+"""
+
+
+def test_a_panel_is_its_class_and_one_row(repository: Path) -> None:
+    (repository / "minitui/tui/widgets/inspect/odometer.py").write_text(WIDGET, encoding="utf-8")
+    (repository / "tests/tui/test_odometer.py").write_text(TEST, encoding="utf-8")
+    change(repository, "a panel of Inspect", PANEL)
+    alone = "tests/tui/test_widgets.py::test_each_panel_runs_alone[odometer]"
+    rows = "tests/tui/test_widgets.py::test_every_row_has_exactly_the_width_of_the_panel[small-Odometer]"
+    run_tests(repository, alone, rows, "tests/tui/test_odometer.py")
+
+
+class Unfinished(LinePanel):
+    TITLE = "Unfinished"
+
+
+class NoHelp(Unfinished):
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        return Picture([])
+
+
+WHOLE = {"name": "new", "widget": Waterfall, "column": "left", "every": 2, "help": "what it shows"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "lacks"),
+    [
+        ({"name": ""}, "lacks a `name`"),
+        ({"widget": Unfinished}, "Unfinished inherits LinePanel.picture"),
+        ({"widget": NoHelp}, "write `help_text` into NoHelp"),
+        ({"column": "middle"}, "one of top, left, right, alone"),
+        ({"every": 0}, "lacks a rate"),
+        ({"turn": 2}, "lacks a rate"),
+        ({"help": ""}, "lacks a line of `help`"),
+        ({"column": "alone"}, "lacks `key` and `does`"),
+        ({"key": "8", "does": "Show it."}, 'the column "alone"'),
+    ],
+)
+def test_a_row_that_lacks_something_is_refused_with_a_sentence(wrong: dict, lacks: str) -> None:
+    Panel(**WHOLE)
+    with pytest.raises(TypeError, match=r"in minitui/tui/panels\.py lacks") as refused:
+        Panel(**WHOLE | wrong)
+    assert lacks in str(refused.value)
+
+
+def test_two_panels_of_one_name_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"two panels in minitui/tui/panels\.py are named 'new'"):
+        table((Panel(**WHOLE), Panel(**WHOLE | {"widget": Vitals, "column": "top"})))
+    with pytest.raises(TypeError, match="there is no such panel"):
+        table((Panel(**WHOLE | {"part_of": "old"}),))

@@ -14,7 +14,6 @@ import pytest
 from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.trace.state import State
-from minitui.dev.make_trace import Traffic, arrivals, record_run
 from minitui.sources.recording import RecordingSource
 from minitui.trace.play_clock import LONGEST_PAUSE, PlayClock
 from minitui.trace.reader import TraceError, TraceReader
@@ -254,21 +253,6 @@ async def test_an_engine_put_in_the_place_of_another_gets_a_file_of_its_own(tmp_
         reader = TraceReader(tmp_path / name)
         assert reader.complete and next(reader.records())[0] == 1 and reader.last_step == 4
         assert reader.names == {"a": "1 paging"}, "chats outlive an engine, and so do their names"
-
-
-def test_a_run_of_many_requests_is_recorded_without_a_screen(tmp_path: Path) -> None:
-    path = tmp_path / "many.trace"
-    engine = make_engine()
-    traffic = Traffic(requests=24, arrivals_s=0.3, prefix=12, prompt=(4, 20), reply=(4, 12), seed=3)
-    due = arrivals(traffic, vocab_size=50, max_len=120)
-    assert due == arrivals(traffic, 50, 120)
-    recorder = record_run(engine, INFO, due, path)
-    reader = TraceReader(path)
-    assert reader.complete and recorder.steps == sum(1 for r in reader.records() if r[2] == "step")
-    ended = [r for r in reader.records() if r[2] == "finish"]
-    assert len(ended) == 24 and all(r[4] == "length" for r in ended)
-    assert any(r[2] == "match" and r[4] > 0 for r in reader.records()), "beginnings are shared"
-    assert "random" in reader.decode([1]) and reader.names["user 3"] == "user 3"
 
 
 def test_a_recording_whose_last_bytes_find_no_room_says_so() -> None:
