@@ -46,7 +46,6 @@ class Frame:
     prefill_tokens: float = 0.0
     chunks: float = 0.0
     peak_tokens: int = 0
-    peak_step: int = -1
 
     @classmethod
     def of(cls, steps: Steps, first: int, last: int) -> Frame:
@@ -58,7 +57,6 @@ class Frame:
         decodes, drafted = steps.column("decodes")[at], steps.column("drafted")[at]
         prefilled = steps.prefilled(at)
         chunks = sum(len(steps.chunks(int(step))) for step in steps.column("step")[at][prefilled > 0])
-        peak = int(tokens.argmax())
         n = len(at)
         return cls(
             count=n,
@@ -70,8 +68,7 @@ class Frame:
             accepted=float(steps.column("accepted")[at].mean()),
             prefill_tokens=float(prefilled.mean()),
             chunks=chunks / n,
-            peak_tokens=int(tokens[peak]),
-            peak_step=int(steps.column("step")[at][peak]),
+            peak_tokens=int(tokens.max()),
         )
 
 
