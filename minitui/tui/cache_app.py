@@ -11,11 +11,10 @@ from minitui.sources.vllm import ONLY_WATCHES
 from minitui.tui.app import MinituiApp
 from minitui.tui.openai_app import need_records
 from minitui.tui.screens.base import BaseScreen, Hint
-from minitui.tui.widgets.bars import Bar, StatusBar, TopBar
-from minitui.tui.widgets.base import Column, Columns, LinePanel
+from minitui.tui.widgets.bars import StatusBar, TopBar
+from minitui.tui.widgets.base import Column, Columns
 from minitui.tui.widgets.inspect.events import Events
 from minitui.tui.widgets.servers.figures import MISSING, CachedTexts, CachePool, Missing, ServerVitals
-from minitui.viewmodel.view import View
 
 if TYPE_CHECKING:
     from minitui.vllm.kv_source import KvSource
@@ -67,14 +66,6 @@ class CacheScreen(BaseScreen[None]):
     def hints(self) -> list[Hint]:
         """Returns the keys of this screen, then the application's."""
         return [("up, down", "choose"), ("/", "search"), ("z", "maximise"), *super().hints()]
-
-    def paint(self, view: View) -> None:
-        """Show the view; called once a frame while this screen is visible."""
-        for bar in self.query(Bar):
-            bar.paint(view)
-        for panel in self.query(LinePanel):
-            if panel.id and panel.display:
-                panel.paint(view)
 
 
 class CacheApp(MinituiApp):

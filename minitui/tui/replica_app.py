@@ -21,10 +21,9 @@ from minitui.tui.commands import Commands
 from minitui.tui.openai_app import ForeignChatScreen, need_records
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.screens.chat import ChatScreen
-from minitui.tui.widgets.bars import Bar, StatusBar, TopBar
+from minitui.tui.widgets.bars import StatusBar, TopBar
 from minitui.tui.widgets.chat.session_tabs import SessionTabs
 from minitui.tui.widgets.servers.replicas import Replicas
-from minitui.viewmodel.view import View
 
 
 class ReplicaScreen(BaseScreen[None]):
@@ -46,12 +45,6 @@ class ReplicaScreen(BaseScreen[None]):
         """Returns the keys of the table, then the most useful actions."""
         table = [("up, down", "choose"), ("enter", "show its panels"), ("P", "pin"), ("U", "unpin")]
         return table + [h for h in super().hints() if h[1] in ("write", "new", "chats", "help", "commands")]
-
-    def paint(self, view: View) -> None:
-        """Show the view; called once a frame while this screen is visible."""
-        for bar in self.query(Bar):
-            bar.paint(view)
-        self.table.paint(view)
 
 
 CHECK_EVERY_S = 0.5

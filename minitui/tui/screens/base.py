@@ -8,6 +8,8 @@ from textual import getters
 
 from minitui.tui.app_base import AppBase
 from minitui.tui.textual_insides import Result, SizedScreen
+from minitui.tui.widgets.base import LinePanel
+from minitui.viewmodel.view import View
 
 Hint = tuple[str, str]  # (key, its action in a word or two)
 
@@ -22,3 +24,9 @@ class BaseScreen(SizedScreen[Result]):
     def hints(self) -> list[Hint]:
         """Returns the hints for the status bar, the most important first."""
         return [(self.app.key_of(action.id), action.footer) for action in self.app.actions if action.footer]
+
+    def paint(self, view: View) -> None:
+        """Show the view; called once a frame while this screen is visible."""
+        for panel in self.query(LinePanel):
+            if panel.display:
+                panel.paint(view)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from typing import ClassVar
 
-from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
@@ -43,12 +42,6 @@ class CodePanel(ScrollPanel):
         name = self.code.reference.partition(":")[2]
         legend = [(f"{below} more lines" if below else "esc closes", "dim")]
         return Picture(shown, f"{self.code.path}  {name}".rstrip(), legend=legend)
-
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        self.action_scroll(3)
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        self.action_scroll(-3)
 
 
 def wrap_code(line: str, width: int) -> list[str]:

@@ -11,8 +11,8 @@ from textual.containers import Container
 
 from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.base import BaseScreen, Hint
-from minitui.tui.widgets.bars import Bar, StatusBar, TopBar
-from minitui.tui.widgets.base import LinePanel, Picture, ScrollPanel, paragraphs
+from minitui.tui.widgets.bars import StatusBar, TopBar
+from minitui.tui.widgets.base import Picture, ScrollPanel, paragraphs
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, wrapped
 from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.viewmodel.compare.comparison import Comparison, Difference
@@ -145,14 +145,6 @@ class CompareScreen(BaseScreen[None]):
         self.set_class(below, "-below")
         for name, panel in (("runs", self.runs), ("figures", self.figures)):
             panel.display = beside or below or name == self._current
-
-    def paint(self, view: View) -> None:
-        """Show the view; called once a frame while this screen is visible."""
-        for bar in self.query(Bar):
-            bar.paint(view)
-        for panel in self.query(LinePanel):
-            if panel.display and not isinstance(panel, Bar):
-                panel.paint(view)
 
     def action_panel(self) -> None:
         """Move the focus to the other panel; in a small terminal, show it in place of this one."""

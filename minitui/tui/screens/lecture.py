@@ -15,7 +15,7 @@ from textual.binding import Binding
 from minitui.teaching.prediction import verdict
 from minitui.tui.actions import BY_ID
 from minitui.tui.screens.base import BaseScreen, Hint
-from minitui.tui.widgets.bars import Bar, StatusBar, TopBar
+from minitui.tui.widgets.bars import StatusBar, TopBar
 from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened
 from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.block_table import BlockTable
@@ -73,8 +73,6 @@ class LectureScreen(BaseScreen[None]):
         yield StatusBar()
 
     def on_mount(self) -> None:
-        self._panels = [panel for panel in self.query(LinePanel) if panel.id and panel.id != "details"]
-        self._bars = list(self.query(Bar))
         self._why, self._details = self.query_one(Why), self.query_one(Details)
         self._map, self._step = self.query_one(BlockMap), self.query_one(StepBar)
         self.lay_out()
@@ -114,16 +112,9 @@ class LectureScreen(BaseScreen[None]):
 
     def paint(self, view: View) -> None:
         """Show the view; called once a frame while this screen is visible."""
-        if not hasattr(self, "_panels"):
-            return
-        self._ask_prediction(view)
-        for bar in self._bars:
-            bar.paint(view)
-        for panel in self._panels:
-            if panel.display:
-                panel.paint(view)
-        if self._details.display:
-            self._details.paint(view)
+        if hasattr(self, "_step"):
+            self._ask_prediction(view)
+            super().paint(view)
 
     def _ask_prediction(self, view: View) -> None:
         """When the step to predict has ended, show the picture of the step before it and ask for the prediction."""

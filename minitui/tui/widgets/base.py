@@ -326,6 +326,12 @@ class ScrollPanel(LinePanel):
         self.top += lines
         self.repaint()
 
+    def on_mouse_scroll_down(self) -> None:
+        self.action_scroll(3)
+
+    def on_mouse_scroll_up(self) -> None:
+        self.action_scroll(-3)
+
 
 def _difference(before: Runs, after: Runs) -> tuple[int, int]:
     """Returns the number of equal cells at (the left end, the right end) of two rows. Only whole runs are compared."""
