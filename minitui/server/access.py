@@ -24,7 +24,7 @@ from minitui.server.notices import HEADER, begin, header
 from minitui.server.origins import authority, is_same_origin
 from minitui.server.service import Service
 from minitui.server.settings import Role, ServerSettings
-from minitui.server.unknown import ignoring
+from minitui.server.strict import ignoring
 
 OPEN = ("/", "/health", "/ping", "/ready", "/version")  # need no key
 ASK = 'Basic realm="API key as the password, any user name", charset="UTF-8"'  # a browser then asks its user

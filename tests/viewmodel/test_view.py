@@ -198,7 +198,6 @@ def test_a_frame_sums_up_its_steps_and_marks_the_peak():
         assert frame.tokens == pytest.approx(sum(tokens) / len(tokens))
         assert frame.decodes + frame.prefill_tokens == pytest.approx(frame.tokens)
         assert frame.peak_tokens == max(tokens)
-        assert tokens[frame.peak_step - first] == max(tokens)
         assert frame.chunks == pytest.approx(sum(len(plan[4]) for plan in plans) / len(plans))
     view.frame(stress.now)
     assert view.steps_per_frame == 0, "a frame without steps says so"
