@@ -215,18 +215,14 @@ def mean_interval(values: list[float]) -> tuple[float, float]:
     return statistics.mean(values), t * statistics.stdev(values) / n**0.5
 
 
-def interval_text(mean: float, half: float) -> str:
-    """Returns the mean and its interval as text, in percent."""
-    return f"{mean:+.2%} (95 % interval {mean - half:+.2%} to {mean + half:+.2%})"
-
-
 def watching(llm: LLM, rows: int, tokens: int = 128, pairs: int = 8) -> tuple[dict[str, Any], list[str]]:
     """Measures the cost of a record and the slowdown of runs; returns the data and lines of text."""
     cost, runs = record_cost(), watched_runs(llm, rows, tokens, pairs)
+    mean, half = runs["slowdown"], runs["interval"]
     lines = [
         f"a record takes {cost['append_us']:.2f} us to write and {cost['pack_us']:.2f} us to pack; "
         f"a decode step of {rows} rows writes {runs['records_per_step']:.1f} records",
-        f"records slow a run down by {interval_text(runs['slowdown'], runs['interval'])}: {pairs} pairs of runs "
-        f"with {rows} rows, with and without records",
+        f"records slow a run down by {mean:+.2%} (95 % interval {mean - half:+.2%} to {mean + half:+.2%}): {pairs} "
+        f"pairs of runs with {rows} rows, with and without records",
     ]
     return {**cost, **runs}, lines

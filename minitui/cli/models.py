@@ -104,7 +104,7 @@ def examine(snapshot: Snapshot, machine: Machine) -> Model:
     from engine.model.hf.config import read_model_config
 
     revision = snapshot.refs[0] if snapshot.refs else snapshot.commit[:7]
-    bytes_ = None if snapshot.missing else weights_size(snapshot.path)
+    bytes_ = None if snapshot.missing else sum(path.stat().st_size for path in checkpoint_files(snapshot.path))
     try:
         config = read_model_config(snapshot.path)
     except EngineError as error:
@@ -180,11 +180,6 @@ def _on_gpu(config: ModelConfig, machine: Machine) -> dict[str, str]:
             check_kept(config, torch.device("cuda"))
             return {KEPT: "yes, in 8 bits as stored"}
     return kinds
-
-
-def weights_size(directory: Path) -> int:
-    """Returns the bytes of a checkpoint's weights."""
-    return sum(path.stat().st_size for path in checkpoint_files(directory))
 
 
 def size(bytes_: int | None) -> str:

@@ -68,12 +68,6 @@ def record_shape(model: str, **options: Any) -> dict[str, Any]:
     return found
 
 
-def record_kernels(model: str, **options: Any) -> list[dict[str, float]]:
-    """Returns the kernels of a decode step for each of ROWS. Run last: a profiler may slow later steps."""
-    with _engine(model, "eager", **options) as recorder:
-        return [{"rows": rows, **recorder.kernels(rows)} for rows in ROWS]
-
-
 @contextmanager
 def _engine(model: str, mode: str, **options: Any) -> Iterator[StepRecorder]:
     with patch("engine.worker.graphs.capture._capture", Launches) if mode == "eager" else nullcontext():
@@ -264,7 +258,8 @@ def main(
             report["models"].append(record_shape(model, max_model_len=8192))
             _write(report, out)  # an error in a later model loses nothing
         for model, found in zip(models, report["models"], strict=True):
-            found["kernels"] = record_kernels(model, max_model_len=8192)
+            with _engine(model, "eager", max_model_len=8192) as recorder:  # last: a profiler may slow later steps
+                found["kernels"] = [{"rows": rows, **recorder.kernels(rows)} for rows in ROWS]
             _write(report, out)
 
 

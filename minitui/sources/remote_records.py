@@ -222,9 +222,4 @@ class RemoteRecords:
             response = await check(await self._http.get("/minitui/snapshot", extensions=LARGE.extension()))
         except (httpx.HTTPError, OSError) as error:
             raise unreachable(self._url, error) from error
-        return decode_snapshot(response.content)
-
-
-def decode_snapshot(text: str | bytes) -> dict[str, Any]:
-    """Returns a snapshot for engine.trace.state from its JSON, whose keys are strings. Raises Refused."""
-    return remote_checks.snapshot(load_json(text))
+        return remote_checks.snapshot(load_json(response.content))

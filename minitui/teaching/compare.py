@@ -9,7 +9,6 @@ from pathlib import Path
 
 from engine.errors import EngineError
 from engine.info import EngineInfo
-from minitui.chat.sessions import Chats
 from minitui.sources.recording import RecordingSource
 from minitui.teaching.contrasts import Contrast
 from minitui.teaching.stage import Stage
@@ -42,7 +41,8 @@ async def run_contrast(contrast: Contrast, stage: Stage) -> Outcome:
     for prefix in (WARM_UP, ""):
         for setting in contrast.settings:
             stage.source.name_groups(stage.chats.names)  # the next engine is recorded in another file
-            _close_all(stage.chats)
+            for session in list(stage.chats.sessions):
+                stage.chats.close(session)
             stage.say(f"{prefix}{setting.name}".capitalize() + f": {contrast.title}.")
             await stage.other_engine(**setting.options)
             await stage.begin_run(prefix + setting.name, first=setting is contrast.first)
@@ -53,11 +53,6 @@ async def run_contrast(contrast: Contrast, stage: Stage) -> Outcome:
                 outcome.infos.append(stage.source.info)
     stage.source.name_groups(stage.chats.names)
     return outcome
-
-
-def _close_all(chats: Chats) -> None:
-    for session in list(chats.sessions):
-        chats.close(session)
 
 
 class TracesOfRuns:

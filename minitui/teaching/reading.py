@@ -97,10 +97,6 @@ class Reading:
         """Run the experiment to its end, without pauses."""
         stage.hurried = self.hurried = True
 
-    def reveal(self) -> None:
-        """Show the answer to the current closing question."""
-        self.revealed.add(self.question)
-
     @property
     def all_revealed(self) -> bool:
         """True if each closing question has been answered."""

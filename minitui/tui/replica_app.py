@@ -177,14 +177,10 @@ class ReplicaApp(MinituiApp):
 
     async def _start(self, again: bool = False) -> None:
         await super()._start(again)
-        self._followed = self._shown_telemetry
+        self._followed = self.replicas.shown.telemetry if self.replicas.shown is not None else None
         if self.replicas.codec is not None and self.replicas.shown is not None:
             # Loads the engine's codec: the chats' codec cannot decode the engine's token ids.
             await self.follow(self.replicas.shown)
-
-    @property
-    def _shown_telemetry(self) -> RemoteSource | None:
-        return self.replicas.shown.telemetry if self.replicas.shown is not None else None
 
     async def _check_replicas(self) -> None:
         """Report replicas that went down or came back, and choose the replica for the panels.

@@ -297,7 +297,7 @@ class LessonScreen(BaseScreen[None]):
             if reading.disturbed:
                 self._prepare(stage)
             elif reading.prepared and reading.question not in reading.revealed:
-                reading.reveal()
+                reading.revealed.add(reading.question)
                 self._show_question()
             elif reading.prepared:
                 self.action_question(1)
