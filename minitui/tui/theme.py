@@ -69,6 +69,7 @@ _COLOURS = {
 OWNER_COLOURS = 8
 SEGMENTS_KEPT = 8192
 STATES = ("free", "active", "shared", "cached")
+LIT = "cached-glow"  # the fill of blocks, nodes and chips that have just been reused
 HEAT = 6  # the colours of ages: heat-0 has just changed
 
 

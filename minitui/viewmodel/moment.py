@@ -14,9 +14,12 @@ from engine.core.gate import RUNNING
 from minitui.viewmodel.history.history import History
 from minitui.viewmodel.history.lane import Lane
 from minitui.viewmodel.history.rates import BUCKET
+from minitui.viewmodel.state.annotated_state import Eviction
 from minitui.viewmodel.state.tree import Tree
 
 GLOW_SECONDS, WARM_SECONDS = 0.4, 1.2  # after a change: full highlight, then fading highlight
+EVICTED_SECONDS = 2.0  # after an eviction, the text is drawn as evicted
+LIT_SECONDS = 1.0  # after a hit, its blocks are highlighted
 STALL_FROM_MS = 250.0  # records may arrive this late
 
 
@@ -181,6 +184,22 @@ class Moment:
             return 2 * one * (changed >= self.shown.step_began)
         age = (self.engine_now - changed) / (1.0 if self.playback is None else self.playback.speed)
         return one * (age < GLOW_SECONDS) + one * (age < WARM_SECONDS)
+
+    def just_reused(self) -> frozenset[int]:
+        """Returns the blocks that requests took from the cache in the last second; of an exact picture, in its step."""
+        if self.exact:
+            new = [blocks for t, blocks in self.shown.reuses if t >= self.shown.step_began]
+        else:
+            pace = 1.0 if self.playback is None else self.playback.speed
+            new = [blocks for t, blocks in self.shown.reuses if (self.engine_now - t) / pace < LIT_SECONDS]
+        return frozenset(block for blocks in new for block in blocks)
+
+    def just_evicted(self) -> list[Eviction]:
+        """Returns the last evictions of the last seconds; of an exact picture, of its step."""
+        if self.exact:
+            return [last for last in self.shown.evicted if last.t >= self.shown.step_began]
+        pace = 1.0 if self.playback is None else self.playback.speed
+        return [last for last in self.shown.evicted if (self.engine_now - last.t) / pace < EVICTED_SECONDS]
 
     @property
     def travel_text(self) -> str:

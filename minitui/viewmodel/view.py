@@ -96,6 +96,7 @@ class View:
         self.steps_per_frame = 0
         self.last_frame = Frame()
         self.links = Links()
+        self.lit: frozenset[int] = frozenset()  # blocks of the last hits (see Moment.just_reused)
         self.timings = Timings()
         self._timings_at = (-1e9, -1)
         self.waste = WasteFigures()
@@ -165,6 +166,7 @@ class View:
         if moment.past is None:
             moment.shown = history.live
         self.links = resolve(self.selection, moment.shown, history.steps, history.requests_of)
+        self.lit = moment.just_reused()
         still = self._still()
         is_new_still, self._still_moment = still is not None and still != self._still_moment, still
         late = 2 if moment.tree.refresh(moment.shown, now, force=is_new_still) else 1

@@ -56,6 +56,10 @@ PANELS = dict.fromkeys(panel.PANELS.values())  # a class once, if two names have
 TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
 
 
+class TreeTable(RadixTree):
+    BARS = False
+
+
 @pytest.fixture(autouse=True)
 def unicode_again():
     yield
@@ -124,7 +128,7 @@ def test_an_idle_hour_does_not_empty_what_the_cache_saved():
     view.history.rates.advance(view.history.rates.t + 3_600)
     assert view.moment.reused_lately.saved == 0 and view.moment.reused_lately.hit_rate is None
     assert (view.moment.reused.saved, view.moment.reused.hit_rate) == (saved, rate)
-    foot = body(RadixTree(), view, 120, 20)[-1]
+    foot = body(TreeTable(), view, 120, 20)[-1]
     assert f"{saved:,} prompt tokens saved since step 0, 0 in the last minute" in foot
     vital = next(vital for vital in vitals(view, 20) if vital.label == "hit rate")
     assert vital.value == f"{100 * rate:.1f}" and vital.units[0] == "% of prompt tokens since step 0"
@@ -394,21 +398,53 @@ def test_each_cell_of_the_map_is_the_state_of_its_block(load, size):
     assert len(seen) >= 4
 
 
-def test_with_more_blocks_than_cells_a_cell_shows_the_majority():
+def half_cells(widget: BlockMap, view: View, width: int, height: int) -> list[int]:
+    """The state of each half cell of a map whose cells are half blocks, read from its colours."""
+    rows = widget.picture(view, width, height).rows
+    g = widget.grid
+    assert g.halves == 2
+    shown = []
+    for row in rows[len(rows) - -(-g.rows // 2) :]:
+        line = [(letter, *Palette.parts(style)[:2]) for text, style in row for letter in text][: g.per_row]
+        upper = [ink if letter in "█▀" else "" for letter, ink, _ in line]
+        lower = [ink if letter in "█▄" else ground if letter == "▀" else "" for letter, ink, ground in line]
+        shown += upper + lower
+    states = {"free": FREE, "active": ACTIVE, "shared": SHARED, "cached": CACHED}
+    return [states.get(colour.split("-")[0], FREE) for colour in shown][: g.cells]
+
+
+def test_half_blocks_show_each_block_in_half_a_cell():
+    _, view = stress_view(CLASSROOM, 4.0, 20)
+    view.lit = frozenset()
+    widget = BlockMap()
+    assert half_cells(widget, view, 40, 12) == view.moment.shown.codes[1:].tolist()
+    g = widget.grid
+    assert g.k == 1 and g.blocks == 640 and widget.picture(view, 40, 12).title == "KV blocks · 640 blocks of 16"
+    assert g.block_at(3, 2) == 1 + 4 * g.per_row + 3, "the upper half"
+    use_ascii(True)
+    body(widget, view, 40, 12)
+    assert widget.grid.halves == 1, "ASCII has no half blocks"
+
+
+def test_without_colour_cells_have_signs_and_are_whole(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
     _, view = stress_view(CLASSROOM, 4.0, 20)
     widget = BlockMap()
-    rows = body(widget, view, 40, 8)
+    assert {"·", "○", "█"} <= set("".join(body(widget, view, 40, 8)[2:])) and widget.grid.halves == 1
+
+
+def test_with_more_blocks_than_cells_a_cell_shows_the_majority():
+    _, view = stress_view(CLASSROOM, 4.0, 20)
+    view.lit = frozenset()
+    widget = BlockMap()
+    shown = half_cells(widget, view, 20, 8)
     g = widget.grid
     assert g.k > 1
-    assert f"1 cell = {g.k} blocks" in widget.picture(view, 40, 8).title
-    head = len(rows) - g.rows
-    glyphs = {FREE: "·", ACTIVE: "█", SHARED: "●", CACHED: "○"}
+    assert f"1 half cell = {g.k} blocks" in widget.picture(view, 20, 8).title
     codes = view.moment.shown.codes[1:].tolist()
     for cell in range(g.cells):
         inside = codes[cell * g.k : (cell + 1) * g.k]
-        y, x = divmod(cell, g.per_row)
-        shown = next(code for code, glyph in glyphs.items() if glyph == rows[head + y][x])
-        assert inside.count(shown) == max(inside.count(code) for code in glyphs), f"cell {cell}"
+        assert inside.count(shown[cell]) == max(map(inside.count, range(4))), f"cell {cell}"
 
 
 def test_a_large_pool_that_is_hardly_used_shows_the_part_that_is():
@@ -433,21 +469,19 @@ def test_44_000_blocks_2_000_nodes_and_256_requests_are_shown_truly():
     assert view.moment.shown.counts == (
         allocator.num_free, allocator.num_active, allocator.num_shared, allocator.num_cached,
     )  # fmt: skip
+    view.lit = frozenset()
     widget = BlockMap()
-    rows = body(widget, view, 90, 20)
+    shown = half_cells(widget, view, 90, 20)
     g = widget.grid
-    assert g.blocks == 44_000 and g.cells <= 90 * 20
-    head = len(rows) - g.rows
-    glyphs = "·█●○"
+    assert g.blocks == 44_000 and g.cells <= 90 * 40
     for cell in range(0, g.cells, 7):
         inside = [
             SHARED if allocator.holders(b) > 1 else ACTIVE if allocator.holders(b) else
             CACHED if allocator.in_tree(b) else FREE
             for b in range(1 + cell * g.k, min(44_000, (cell + 1) * g.k) + 1)
         ]  # fmt: skip
-        y, x = divmod(cell, g.per_row)
-        assert inside.count(glyphs.index(rows[head + y][x])) == max(map(inside.count, range(4)))
-    tree = body(RadixTree(), view, 110, 30)
+        assert inside.count(shown[cell]) == max(map(inside.count, range(4)))
+    tree = body(TreeTable(), view, 110, 30)
     hidden = int(re.search(r"\+([\d,]+) nodes", tree[-1]).group(1).replace(",", ""))
     below = f"evicted next · {free_words(view.moment.shown.state)}"
     assert hidden + tree.index(below.ljust(110)) - 1 == len(stress.cache.tree.nodes) - 1
@@ -655,7 +689,7 @@ def test_the_tree_says_what_the_cache_saved_in_the_last_minute():
     saved = view.moment.reused_lately.saved
     assert saved - before == sum(record[4] for record in records if record[2] == "match") > 500
     for width in (120, 56):  # also beside other panels
-        last = body(RadixTree(), view, width, 20)[-1]
+        last = body(TreeTable(), view, width, 20)[-1]
         assert re.search(rf"{saved:,} (prompt tokens )?saved since step 0", last)
     joined = View()
     joined.reset(view.history.live.state.snapshot())
@@ -664,7 +698,7 @@ def test_the_tree_says_what_the_cache_saved_in_the_last_minute():
     joined.fold(records, stress.now)  # the history begins in the middle of a minute
     view.fold(records, stress.now)
     joined.frame(stress.now)
-    assert f"saved since step {joined.history.steps.first:,} " in body(RadixTree(), joined, 120, 20)[-1] + " "
+    assert f"saved since step {joined.history.steps.first:,} " in body(TreeTable(), joined, 120, 20)[-1] + " "
     later = []
     for _ in range(5):
         stress.run(15.0)
@@ -678,18 +712,18 @@ def test_a_large_tree_has_the_whole_text_of_the_selected_node():
     _, view = stress_view(CLASSROOM, 4.0, 40)
     node = max((n for n in view.moment.shown.state.nodes.values() if n.id), key=lambda n: len(n.ids))
     view.select("node", node.id)
-    rows = body(RadixTree(), view, 100, 40)
+    rows = body(TreeTable(), view, 100, 40)
     begin = next(i for i, row in enumerate(rows) if row.startswith(f"text of node {node.id}: {len(node.ids):,} tokens"))
     shown = " ".join(" ".join(rows[begin + 1 :]).split())
     whole = " ".join(view.texts.decode(list(node.ids)).split())
     assert shown.startswith(whole[:400]) and len(whole) > 400
     assert rows[-1].startswith("+") or "evictable" in rows[-1]
-    assert not any("text of node" in row for row in body(RadixTree(), view, 100, LARGE_PANEL - 1))
+    assert not any("text of node" in row for row in body(TreeTable(), view, 100, LARGE_PANEL - 1))
 
 
 def test_the_tree_shows_each_nodes_tokens_users_savings_and_rank():
     stress, view = stress_view(CLASSROOM, 4.0, 40)
-    widget = RadixTree()
+    widget = TreeTable()
     view.moment.tree.refresh(view.moment.shown, 1e9)
     picture = view.moment.tree.picture(view.moment.shown, view.texts.decode, 1000)
     nodes = stress.cache.tree.nodes
@@ -721,7 +755,7 @@ def test_the_nodes_and_blocks_that_go_next_are_in_sight_at_each_size(width, heig
         stress.run_steps(1)
         view.fold(stress.drain(), stress.now)
         state, order = view.moment.shown.state, EvictionOrder(view.moment.shown.state)
-        rows = [row.rstrip() for row in body(RadixTree(), view, width, height)]
+        rows = [row.rstrip() for row in body(TreeTable(), view, width, height)]
         texts = [view.moment.tree.text(state, node, view.texts.decode)[1].lstrip("…")[:3] for node in order.nodes[:4]]
         if height >= TALL and texts:
             below = rows[rows.index(f"evicted next · {free_words(state)}") + 1 :]

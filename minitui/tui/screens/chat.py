@@ -19,6 +19,7 @@ from minitui.tui.widgets.chat.occupancy import Occupancy, PromptOrigin
 from minitui.tui.widgets.chat.prompt import Completion, CompletionList, Prompt, complete_question
 from minitui.tui.widgets.chat.session_tabs import SessionTabs
 from minitui.tui.widgets.chat.transcript import LABEL, Transcript
+from minitui.tui.widgets.hit_card import HitCard
 from minitui.tui.widgets.inspect.block_table import BlockTable
 from minitui.tui.widgets.inspect.events import Events
 from minitui.tui.widgets.inspect.step_bar import StepBar
@@ -77,6 +78,7 @@ class ChatScreen(BaseScreen[None]):
 
     def compose(self) -> ComposeResult:
         yield TopBar()
+        yield HitCard()
         yield SessionTabs()
         with Horizontal():
             with Vertical(id="left"):

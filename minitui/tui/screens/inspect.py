@@ -16,6 +16,7 @@ from minitui.tui.panels import ALONE, IN_ORDER, PANELS, Room
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.widgets.bars import Bar, StatusBar, TopBar
 from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened, selected
+from minitui.tui.widgets.hit_card import HitCard
 from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.details import Details
 from minitui.tui.widgets.inspect.events import Events
@@ -171,6 +172,7 @@ class InspectScreen(BaseScreen[None]):
 
     def compose(self) -> ComposeResult:
         yield TopBar()
+        yield HitCard()
         columns: dict[str, list[LinePanel]] = {}
         for name, panel in PANELS.items():
             columns.setdefault(panel.column, []).append(panel.widget(id=name))
@@ -263,7 +265,7 @@ class InspectScreen(BaseScreen[None]):
             if self.current in self.absent:
                 self.action_panel(1)
             self.lay_out()
-        if (above := max(1, self._bars[0].size.height)) != self._above:
+        if (above := max(1, sum(bar.size.height for bar in self._bars[:-1] if bar.display))) != self._above:
             self._above = above
             self.lay_out()
         if self._about != self._describes_block:

@@ -17,6 +17,7 @@ from minitui.tui.actions import BY_ID
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.widgets.bars import StatusBar, TopBar
 from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened
+from minitui.tui.widgets.hit_card import HitCard
 from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.block_table import BlockTable
 from minitui.tui.widgets.inspect.details import Details
@@ -60,6 +61,7 @@ class LectureScreen(BaseScreen[None]):
 
     def compose(self) -> ComposeResult:
         yield TopBar()
+        yield HitCard()
         yield Why(id="why")
         yield StepBar(id="step")
         with Columns(id="columns"):

@@ -135,7 +135,7 @@ class History(Reader):
             self.rates.advance(time_of(record))
             if kind not in TIMINGS:
                 step = lanes.ending if kind == "finish" else lanes.step
-                events.fold(record, step, -1 if kind != "match" or found is None else found)
+                events.fold(record, step, -1 if kind != "match" or found is None else found[0])
                 lanes.read_at(record, self.rates.now)
             self._found = found
             if (read := reads.get(kind)) is not None:
@@ -183,6 +183,8 @@ class History(Reader):
     def on_match(self, request: int, tokens: int) -> None:
         self.trends.advance(self.rates.now)
         lane, again = self.lanes.lanes.get(request), self.lanes.resumed(request)
+        if lane is not None and not again and self._found is not None:
+            lane.source = self._found[1]
         self.rates.add("resumed" if again else "cached", tokens)
         if lane is not None and lane.prompt_tokens > 0 and not again:
             self.trends.add("hit of a prompt", min(100.0, 100 * max(0, tokens) / lane.prompt_tokens))

@@ -81,6 +81,7 @@ class Lane:
     accepted: int = 0
     stop: str = ""  # why the last prefix match stopped (`stop` and `at` of the match record)
     stop_at: int = 0
+    source: int = -1  # the request that computed the last of its cached blocks
     ttft: tuple[float, float] | None = None  # queue and prefill, in ms
     blocks: int | None = None  # blocks that it held when it finished
     highest: int = 0  # the largest number of its tokens that had KV when it lost its blocks

@@ -6,6 +6,7 @@ All these values are folded from records. Folding only the records up to a momen
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from engine.trace.views import ACTIVE, CACHED, FREE, SHARED, NodeView, RequestVi
 from minitui.trace.foreign import Store
 
 GROUPS_KEPT = 512
+EVICTIONS_KEPT = 3
+REUSES_KEPT = 16  # matches of which the blocks are kept
 LAST_BLOCKS_KEPT = 4_000_000  # blocks in all kept tables together
 
 
@@ -73,6 +76,16 @@ _NOT_IN_HISTORY = frozenset(
 EVICTED_IDS_KEPT = 40  # token ids that are kept per eviction, from the first: the event quotes their text
 
 
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """The blocks that an eviction took from the end of a node. `t`: engine time."""
+
+    t: float
+    node: int
+    parent: int
+    tokens: int
+
+
 # Sequence number, engine time and kind of a record, request (for "evict": node), blocks. A flat tuple of numbers and
 # texts: thousands are kept, and the garbage collector does not visit such tuples.
 BlockEvent = tuple[Any, ...]
@@ -90,6 +103,9 @@ class AnnotatedState(Reader):
         self._changed = array("d", [LONG_AGO]) * n
         self._saved = array("q", [0]) * n
         self._born = array("q", [0]) * n  # seq of each block's last `alloc` record
+        self._maker = array("q", [-1]) * n  # the request of this record
+        self.reuses: deque[tuple[float, list[int]]] = deque(maxlen=REUSES_KEPT)  # (engine time, reused blocks)
+        self.evicted: deque[Eviction] = deque(maxlen=EVICTIONS_KEPT)
         self.node_changed: dict[int, float] = {}
         self.merged: dict[int, int] = {}  # a node that was merged with another -> the node that is left of both
         self.block_events: list[BlockEvent] = []  # since the last call of `fold` by the view, which takes them
@@ -104,9 +120,9 @@ class AnnotatedState(Reader):
 
     def fold(self, records: Iterable[Record]) -> list[tuple[Record, Any]]:
         """Apply records that follow the state without a gap. Returns the records that the history needs, with what it
-        cannot read from the state later: for "evict", the first evicted token ids as int32; for "match", the request
-        that still computes the matched blocks, if any; for "finish", "preempt" and "requeue", (tokens with KV, blocks)
-        that the request had."""
+        cannot read from the state later: for "evict", the first evicted token ids as int32; for "match", (the request
+        that still computes the matched blocks, the request that computed the last of them), -1 for none; for "finish",
+        "preempt" and "requeue", (tokens with KV, blocks) that the request had."""
         state, changes = self.state, _CHANGES
         between_steps, expected = self._between_steps, state.seq
         kept: list[tuple[Record, Any]] = []
@@ -131,11 +147,12 @@ class AnnotatedState(Reader):
     def on_alloc(self, seq: int, t: float, request: int, blocks: list[int]) -> None:
         kinds.Alloc.apply(self.state, request, blocks)
         self.block_events.append((seq, t, "alloc", request, *blocks))
-        changed, saved, born = self._changed, self._saved, self._born
+        changed, saved, born, maker = self._changed, self._saved, self._born, self._maker
         for block in blocks:  # the block has saved no tokens for its new owner yet
             changed[block] = t
             saved[block] = 0
             born[block] = seq
+            maker[block] = request
 
     def on_extend(self, node: int, request: int, ids: list[int], blocks: list[int], step: int) -> None:
         kinds.Extend.apply(self.state, node, request, ids, blocks, step)
@@ -175,7 +192,9 @@ class AnnotatedState(Reader):
             self.block_events.append((seq, t, "hold", request, *held))
         self.node_changed[node] = t
 
-    def on_match(self, request: int, tokens: int, stop: str, at: int, detail: str) -> int | None:
+    def on_match(
+        self, t: float, request: int, tokens: int, stop: str, at: int, detail: str
+    ) -> tuple[int, int] | None:
         kinds.Match.apply(self.state, request, tokens, stop, at, detail)
         if tokens <= 0:
             return None
@@ -184,15 +203,17 @@ class AnnotatedState(Reader):
         whole, rest = divmod(tokens, size)
         end = holder.shared_blocks
         taken = holder.table[end - whole : end]
-        writer = next((self._writers[b] for b in taken if b in self._writers), None) if self._writers else None
+        writer = next((self._writers[b] for b in taken if b in self._writers), -1) if self._writers else -1
+        found = writer, self._maker[taken[-1]] if taken else -1
         if holder.preemptions:
-            return writer
+            return found
+        self.reuses.append((t, taken))
         saved = self._saved
         for block in taken:
             saved[block] += size
         if rest and end > whole:
             saved[holder.table[end - whole - 1]] += rest
-        return writer
+        return found
 
     def on_finish(self, seq: int, t: float, kind: str, request: int) -> tuple[int, int]:
         view = self.state.requests[request]
@@ -228,6 +249,7 @@ class AnnotatedState(Reader):
         start = (len(view.blocks) - blocks) * state.block_size
         # Thousands of evictions are kept: bytes need less memory than a list, and the garbage collector ignores them.
         ids = view.ids[start : start + EVICTED_IDS_KEPT].tobytes()
+        self.evicted.append(Eviction(t, node, view.parent, len(view.ids) - start))
         evicted = kinds.Evict.apply(state, node, blocks)
         for block in evicted:
             changed[block] = t
@@ -280,9 +302,11 @@ class AnnotatedState(Reader):
         """Returns an independent copy."""
         other = AnnotatedState(self.state.copy())
         other._changed, other._saved, other._born = self._changed[:], self._saved[:], self._born[:]
+        other._maker, other.reuses = self._maker[:], self.reuses.copy()
         other.node_changed = dict(self.node_changed)
         other._writers = dict(self._writers)
         other.last_tables = self.last_tables.copy()
+        other.evicted = self.evicted.copy()
         other.step_began, other._between_steps = self.step_began, self._between_steps
         return other
 

@@ -26,6 +26,7 @@ NAMED_BLOCKS = 3  # ranges of block numbers in the name of a node without a text
 NEXT = 4  # the number of nodes evicted next that are always shown
 CONTEXT_TOKENS = 16  # the number of the parent's last tokens that are decoded together with a node
 DOTS = "…"
+ROLE_TOKENS = 24  # the marker of a role, its name and the beginning of its text
 HEAD_TOKENS = 96  # the number of a node's first tokens that are decoded for its row
 SIBLINGS_COMPARED = 256
 TEXTS_KEPT = 4096
@@ -34,6 +35,7 @@ TEXTS_KEPT = 4096
 _ROLES = re.compile(
     r"<\|im_start\|>\s*(\w+)|<\|start_header_id\|>\s*(\w+)<\|end_header_id\|>|<start_of_turn>\s*(\w+)|\[(INST)\]"
 )
+_BEGIN = re.compile(r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]")  # one token
 _MARKUP = re.compile(r"<\|im_start\|>\s*\w*|<\|im_end\|>|<\|[a-z_]+\|>|</?s>|\[/?INST\]")
 _SHORT = {"system": "sys", "user": "usr", "assistant": "ast", "model": "ast", "INST": "usr", "tool": "tool"}
 _PART = re.compile(r"<\|?[a-z_|]*$")  # an incomplete marker at the end
@@ -84,6 +86,8 @@ class Tree:
         self._texts: dict[tuple[int, int, int, int], tuple[str, str]] = {}
         self._without_text: dict[tuple[int, int], bool] = {}
         self._end_roles: dict[tuple[int, int], str] = {}
+        self._token_roles: dict[int, bool] = {}  # token id -> whether its text begins a role
+        self._roles: dict[tuple[int, int], tuple[int, list[tuple[int, str, str]]]] = {}  # (tokens searched, roles)
 
     def eviction(self, shown: AnnotatedState) -> EvictionOrder:
         """Returns the order of eviction in the state `shown`."""
@@ -248,6 +252,29 @@ class Tree:
             begin = max(start, marker.end())
         text = without_markup(head[begin:])
         return role, (DOTS + text if begin == start and start > 0 and text else text)
+
+    def roles(self, node: NodeView, begin: int, decode: Decode) -> Sequence[tuple[int, str, str]]:
+        """Returns (position in the node, role, beginning of its text) for each role that begins in a node. `begin`: the
+        position of the node's first token. Templates in which no single token begins a role have no roles here."""
+        key = (node.id, begin)
+        searched, found = self._roles.get(key, (0, []))
+        if searched > len(node.ids):
+            searched, found = 0, []
+        if searched < len(node.ids):
+            if len(self._roles) > TEXTS_KEPT:
+                self._roles.clear()
+            starts = self._token_roles
+            while found and found[-1][0] + ROLE_TOKENS > searched:  # its text was not complete
+                searched = found.pop()[0]
+            for at in range(searched, len(node.ids)):
+                id = node.ids[at]
+                if id not in starts:
+                    starts[id] = _BEGIN.fullmatch(decode((id,)).strip()) is not None
+                text = decode(node.ids[at : at + ROLE_TOKENS]) if starts[id] else ""
+                if marker := _ROLES.match(text):
+                    found.append((at, _role(marker), without_markup(_ROLES.split(text[marker.end() :])[0])))
+            self._roles[key] = len(node.ids), found
+        return found
 
     def _end_role(self, state: State, id: int, decode: Decode) -> str:
         """Returns the role at the end of this node: the role in the last marker of the node or of its ancestors."""

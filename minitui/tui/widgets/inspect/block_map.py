@@ -1,20 +1,22 @@
 """Block map: how full is the pool, which requests hold the blocks, and which blocks have just changed?
 
 The bar at the top shows the pool exactly, and the row below it the waste. The map has one cell per block, in the order
-of the block numbers. If there are more blocks than cells, each cell shows the most frequent state of k blocks; the
-title gives k. Changed cells are highlighted. There are four colourings: by state, owner, age, or reference count; each
-has its own glyphs.
+of the block numbers. If there are more blocks than cells, two half blocks share a cell; if there are still more, each
+half shows the most frequent state of k blocks; the title gives k. Changed cells are highlighted. There are four
+colourings: by state, owner, age, or reference count; each has its own glyphs.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from textual.binding import Binding
 
-from minitui.tui.glyphs import glyphs
+from minitui.tui.glyphs import ASCII, glyphs
+from minitui.tui.theme import LIT
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
 from minitui.tui.widgets.chat import occupancy
 from minitui.tui.widgets.inspect.block_colours import COLOURINGS, Layer, lay_out, with_filling
@@ -40,6 +42,7 @@ class Grid:
     per_row: int  # cells in a row
     height: int  # available lines
     digits: int = 0  # of the block's number in a cell; 0: cells have no numbers
+    halves: int = 1  # rows of cells in a line: 2 if the cells are half blocks
 
     @property
     def cells(self) -> int:
@@ -53,7 +56,7 @@ class Grid:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Two grids of one shape have cells of one size."""
-        return self.k, self.cell, self.gap
+        return self.k, self.cell, self.gap * self.halves
 
     @property
     def spread(self) -> bool:
@@ -68,15 +71,18 @@ class Grid:
     def block_at(self, column: int, line: int) -> int | None:
         """Returns the first block of the cell at these coordinates of the map, or None."""
         x = column // (self.cell + self.gap)
-        cell = line // (2 if self.spread else 1) * self.per_row + x
+        cell = line * self.halves // (2 if self.spread else 1) * self.per_row + x
         return self.first + cell * self.k if 0 <= x < self.per_row and 0 <= cell < self.cells else None
 
 
-def grid(blocks: int, width: int, height: int, first: int = 1, one_each: bool = False, numbered: bool = False) -> Grid:
+def grid(
+    blocks: int, width: int, height: int, first: int = 1, one_each: bool = False, numbered: bool = False,
+    halves: int = 1,
+) -> Grid:  # fmt: skip
     """Returns the grid with the widest cells that fit, for `blocks` blocks numbered from `first`.
 
     `one_each`: k is 1, and the grid has as many of the blocks as fit. `numbered`: each cell has the number of its
-    block, if these cells fit.
+    block, if these cells fit. `halves` 2: if a cell for each block does not fit, two cells share a line.
     """
     width, height = max(1, width), max(1, height)
     if numbered:
@@ -85,14 +91,15 @@ def grid(blocks: int, width: int, height: int, first: int = 1, one_each: bool = 
         if per_row and -(-blocks // per_row) <= height:
             return Grid(first, blocks, 1, 1 + digits, 1, per_row, height, digits)
     if one_each:
-        blocks = min(blocks, width * height)
+        blocks = min(blocks, width * height * halves)
     for min_share in (MIN_WIDTH_SHARE, 0.0):
         for cell, gap in CELL_SHAPES:
             per_row = _in_eights((width + gap) // (cell + gap))
             fits = per_row > 0 and -(-blocks // per_row) <= height
             if fits and per_row * (cell + gap) >= min_share * width:
                 return Grid(first, blocks, 1, cell, gap, per_row, height)
-    return Grid(first, blocks, max(1, -(-blocks // (width * height))), 1, 0, width, height)
+    k = max(1, -(-blocks // (width * height * halves)))
+    return Grid(first, blocks, k, 1, 0, width, height, halves=halves)
 
 
 def blocks_to_show(total: int, last_used: int, room: int) -> int:
@@ -125,12 +132,11 @@ class BlockMap(LinePanel):
     NEEDS_STATE = True
     NUMBERS = False  # each cell has the number of its block, if there is room
     help_text = paragraphs("""\
-The pool of KV memory, one cell per block. A block holds the keys and values of some tokens, usually 16. A free block
-is unused. An active block belongs to one request. A shared block is read by several requests whose texts begin with
-the same tokens. A cached block is held by no request; the tree keeps it for prompts that begin with the same text,
-and evicts it when blocks are needed. A large map (z) describes the selected block:
-tokens, holders, age, history. ▄ marks the block in which a request's next token is stored. Bright cells have
-just changed.
+The pool of KV memory, one cell or half a cell per block. A block holds the keys and values of some tokens, usually 16.
+A free block is unused. An active block belongs to one request. A shared block is read by several requests whose texts
+begin with the same tokens. A cached block is held by no request; the tree keeps it for prompts that begin with the
+same text, and evicts it when blocks are needed. A large map (z) describes the selected block: tokens, holders, age,
+history. ▄ marks the block in which a request's next token is stored. Bright cells have just changed.
 
 Waste is memory or work that serves nothing. Unused slots are the places in the requests' blocks that hold no token yet;
 most are in the last block of each request, so smaller blocks waste fewer. A copy is a block that holds the same tokens
@@ -199,7 +205,7 @@ tokens.""")
     def _title(self, shown: AnnotatedState, width: int) -> str:
         g = self.grid
         if g.k > 1:
-            return f"KV blocks · 1 cell = {g.k} blocks"
+            return f"KV blocks · 1 {'half ' if g.halves > 1 else ''}cell = {g.k} blocks"
         if self.zoomed_at is not None:
             return f"KV blocks · {g.first:,} to {g.first + g.blocks - 1:,} of {shown.total:,}"
         if g.blocks < shown.total:
@@ -208,26 +214,32 @@ tokens.""")
         return f"KV blocks · {shown.total:,} blocks of {shown.state.block_size}"
 
     def _grid(self, view: View, width: int, height: int) -> Grid:
-        total, room = view.moment.shown.total, width * height
+        # Half blocks have no signs inside, only fills.
+        halves = 1 if glyphs() is ASCII or "NO_COLOR" in os.environ else 2
+        total, room = view.moment.shown.total, width * height * halves
         if self.zoomed_at is None:
             in_use = np.flatnonzero(view.moment.shown.codes)
             last_used = int(in_use[-1]) if len(in_use) else 0
-            return grid(blocks_to_show(total, last_used, room), width, height, numbered=self.NUMBERS)
+            return grid(blocks_to_show(total, last_used, room), width, height, numbered=self.NUMBERS, halves=halves)
         first = max(1, min(self.zoomed_at, total - room + 1))
-        return grid(total - first + 1, width, height, first=first, one_each=True)
+        return grid(total - first + 1, width, height, first=first, one_each=True, halves=halves)
 
     def _map_rows(self, view: View, layer: Layer, width: int) -> list[Runs]:
         """Returns the lines of the map; computes only those that have changed."""
         g = self.grid
-        cells = np.full((g.rows, g.per_row), -1, np.int64)
+        lines = -(-g.rows // g.halves)
+        cells = np.full((lines, g.halves * g.per_row), -1, np.int64)
         cells.reshape(-1)[: g.cells] = self._values(view, layer)
         drawn_for = (g, width, layer.looks)
         if self._drawn_for == drawn_for:
             stale = (cells != self._cells).any(1)
         else:
-            stale = np.ones(g.rows, bool)
-            self._cell_rows = [()] * g.rows
+            stale = np.ones(lines, bool)
+            self._cell_rows = [()] * lines
         for y in np.flatnonzero(stale):
+            if g.halves > 1:
+                self._cell_rows[y] = _half_runs(cells[y].reshape(2, g.per_row), layer.looks, width)
+                continue
             self._cell_rows[y] = _runs(cells[y], layer.looks, g, width, g.first + int(y) * g.per_row)
         self._cells, self._drawn_for = cells, drawn_for
         if not g.spread:
@@ -255,12 +267,17 @@ tokens.""")
             warm, bright = (np.bincount(at, glow >= least) / in_cell >= GLOW_SHARE for least in (1, 2))
             glow = warm.astype(np.int64) + bright
             marked = np.bincount(at, marked) > 0
-        values = codes * 8 + glow * 2 + marked
+        lit = np.zeros(view.moment.shown.state.num_blocks, bool)
+        lit[list(view.lit)] = True
+        lit = lit[span]
+        if g.k > 1:
+            lit = np.bincount(at, lit) > 0
+        values = codes * 16 + lit * 8 + glow * 2 + marked
         cursor = self.cursor_cell(view)
         if cursor is not None and self.has_focus:
-            values[cursor] = codes[cursor] * 8 + 6
+            values[cursor] = codes[cursor] * 16 + 6
         if isinstance(read, KeyRead) and (cell := g.cell_of(read.block)) is not None:
-            values[cell] = codes[cell] * 8 + 6
+            values[cell] = codes[cell] * 16 + 6
         return values
 
     # ---- selection and zoom
@@ -319,7 +336,8 @@ tokens.""")
 def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int, first: int) -> Runs:
     """Returns one line of cells, of the blocks from `first` on; equal neighbours become one run.
 
-    The value of a cell is code*8 + glow*2 + marked. A glow of 3 marks the cursor, or the block that is read.
+    The value of a cell is code*16 + lit*8 + glow*2 + marked. A glow of 3 marks the cursor, or the block that is read.
+    Lit blocks have just been reused.
     A negative value ends the line.
     """
     runs: list[Run] = []
@@ -329,12 +347,14 @@ def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int, 
         value = int(cells[start])
         if value < 0:
             break
-        glyph, style = looks[value >> 3]
+        glyph, style = looks[value >> 4]
         glow = (value >> 1) & 3
         solid = style == "active"  # the glyph fills the cell
         if glow == 3:
             glyph = glyphs().finished if solid else glyph
             style, solid = f"{style.split()[-1]} on ink", False
+        elif value & 8:
+            style = LIT if solid else f"bold on-fill on {LIT}"
         elif value & 1:
             style = f"underline {style}-lit"
         elif glow:
@@ -355,6 +375,42 @@ def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int, 
     if used < width:
         runs.append((" " * (width - used), "ink"))
     return Line(runs)
+
+
+def _half_runs(cells: np.ndarray, looks: list[tuple[str, str]], width: int) -> Runs:
+    """Returns one line of two rows of cells [2, cells in a row], with values as for `_runs`."""
+    runs: list[Run] = []
+    ends = [*(np.flatnonzero((cells[:, 1:] != cells[:, :-1]).any(0)) + 1).tolist(), cells.shape[1]]
+    start = 0
+    for end in ends:
+        upper, lower = (_fill(int(value), looks) for value in cells[:, start])
+        if not upper and not lower:
+            run = (" " if cells[0, start] < 0 else glyphs().free, "free")
+        elif upper == lower:
+            run = (glyphs().busy, upper)
+        elif not upper:
+            run = (glyphs().filling, lower)
+        else:
+            run = (glyphs().kernels, f"{upper} on {lower}" if lower else upper)
+        runs.append((run[0] * (end - start), run[1]))
+        start = end
+    return Row().extend(runs).done(width)
+
+
+def _fill(value: int, looks: list[tuple[str, str]]) -> str:
+    """Returns the colour of a half block; empty: the ground, for a free block and where no block is."""
+    if value < 0:
+        return ""
+    fill, glow = looks[value >> 4][1].split()[-1], (value >> 1) & 3
+    if glow == 3:
+        return "ink"
+    if value & 8:
+        return LIT
+    if value & 1:
+        return f"{fill}-lit"
+    if fill == "free":
+        return "free-glow" if glow == 2 else ""
+    return fill + ("", "-warm", "-glow")[glow]
 
 
 def _ruler(blocks: int, width: int) -> Row:

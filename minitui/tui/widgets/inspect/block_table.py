@@ -11,6 +11,7 @@ from textual.binding import Binding
 
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
+from minitui.tui.theme import LIT
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clip, fitting, legend, wrapped
 from minitui.viewmodel.view import View
@@ -142,6 +143,8 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
                 if fates is not None:
                     held = held if fates[index] == "held" else 0
                     style = {"cached": "on-fill on cached", "held": "on-fill on shared"}.get(fates[index], "dim")
+                elif block in view.lit:
+                    style = f"bold on-fill on {LIT}"
                 elif view.moment.glow_of(float(view.moment.shown.changed[block])) == 2:
                     style = f"bold {style}-glow"
                 self._places.append((lines, range(at, at + chip), block))

@@ -17,10 +17,24 @@ from textual.binding import Binding
 from engine.trace.views import FREE, NodeView
 from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
+from minitui.tui.theme import LIT
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected, typed
-from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, fitting, legend, whole_words, wrapped
+from minitui.tui.widgets.inspect.icicle import Icicle, icicle
+from minitui.tui.widgets.rows import (
+    Row,
+    Run,
+    Runs,
+    clean,
+    fit,
+    fitting,
+    legend,
+    plain,
+    runs_width,
+    whole_words,
+    wrapped,
+)  # fmt: skip
 from minitui.viewmodel.state.eviction import free_words, is_under_pressure, pressure_words
-from minitui.viewmodel.state.tree import TreeRow
+from minitui.viewmodel.state.tree import TreePicture, TreeRow
 from minitui.viewmodel.view import View
 
 ROLE_STYLES = {"sys": "pool", "usr": "waiting", "ast": "decode"}
@@ -28,6 +42,7 @@ TALL = 16  # a panel with this many rows has a row for each of the nodes that ar
 LOW = 6  # rows: a panel of this height or less does not show the number of free blocks
 LARGE = 30  # a panel with this many rows also has the whole text of the selected node
 WHOLE_TOKENS = 2_048  # the most tokens of this text
+NARROW = 40  # columns: a narrower panel has the table
 COLUMNS = (("tokens", 7), ("users", 6), ("saved", 6), ("evict #", 8))
 
 
@@ -49,13 +64,16 @@ class RadixTree(LinePanel):
     EMPTY = "no prompt has filled a block yet"
     help_text = paragraphs("""\
 The prefix cache. Each node is a run of tokens whose keys and values are in the pool; the nodes on a path from the top
-form a text. A new prompt follows the tree as far as its tokens match, uses the full blocks of these tokens, and
-computes the rest. Users: the requests that hold the node now. Saved: the prompt tokens that new requests took from
-the node instead of computing them. What a preempted request takes again is not saved: the request had computed these
-tokens itself. Nodes without users can be evicted; evict # is the order of eviction: the least recently used leaf
-first, or the oldest (--eviction-policy). The nodes with the numbers 1 to 4 are always shown below the tree. When few
-blocks are free, a line names the blocks that the next allocations take: first the free blocks, then the last blocks
-of node 1, and so on. The last line says how many prompt tokens the cache saved, and how many tokens preempted
+form a text. v shows the nodes as bars or as a table. A bar lies at the positions of its tokens in the text; a node is
+as high as it has branches, because each of them uses it. The fill says how many requests use the node. The name of a
+request is behind its last token, and what it has computed is behind its last node until a block of it is full. Hatched
+texts have just been evicted. A new prompt follows the tree as far as its tokens match, uses the full blocks of these
+tokens, and computes the rest. Users: the requests that hold the node now. Saved: the prompt tokens that new requests
+took from the node instead of computing them. What a preempted request takes again is not saved: the request had
+computed these tokens itself. Nodes without users can be evicted; evict # is the order of eviction: the least recently
+used leaf first, or the oldest (--eviction-policy). The nodes with the numbers 1 to 4 are always shown below the tree.
+When few blocks are free, a line names the blocks that the next allocations take: first the free blocks, then the last
+blocks of node 1, and so on. The last line says how many prompt tokens the cache saved, and how many tokens preempted
 requests took again. "Since step 2,509": the history begins with this step. If there is room, the line also has the
 tokens of the last minute of working time: pauses and the delay of slow motion do not count, idle time does. ◌ marks a
 node of which the running step still computes blocks. A large panel (z) also has the text of the selected node.""")
@@ -65,18 +83,22 @@ node of which the running step still computes blocks. A large panel (z) also has
         Binding("pageup", "move(-10)", "ten nodes up", show=False, id="tree.pageup"),
         Binding("pagedown", "move(10)", "ten nodes down", show=False, id="tree.pagedown"),
         Binding("left", "parent", "parent", show=False, id="tree.parent"),
+        Binding("v", "bars", "bars or table", show=False, id="tree.bars", tooltip="the tree as bars, or as a table"),
         Binding("f", "fold", "fold", show=False, id="tree.fold", tooltip="hide or show the children of this node"),
         Binding("e", "everything", "all nodes", show=False, id="tree.everything"),
         Binding("slash", "search", "search", show=False, id="tree.search", tooltip="find nodes by their text"),
         Binding("enter", "open", "details", show=False, id="tree.open"),
     ]
 
+    BARS: ClassVar = True  # False: never as bars
+    bars = True  # False: as a table
     everything = False  # True: show every node
     search = ""
     typing = False  # True: the user is typing a search
     top = 0  # the first row shown
     nodes: Sequence[int] = ()  # the node of each row of the tree
     bottom = 0  # the first row below the tree
+    icicle: Icicle | None = None  # None: a table is shown
     below: Sequence[int] = ()  # the node of each row from `bottom` on; 0: none
 
     def picture(self, view: View, width: int, height: int) -> Picture:
@@ -87,6 +109,7 @@ node of which the running step still computes blocks. A large panel (z) also has
         pinned = set(view.links.nodes)
         picture = view.moment.tree.picture(shown, view.texts.decode, room, pinned, self.search, self.everything)
         self.nodes = [row.node for row in picture.rows]
+        self.icicle = self._icicle(view, picture, width, room + 1)
         self.top = max(0, min(self.top, len(picture.rows) - room))
         if chosen in self.nodes:
             at = self.nodes.index(chosen)
@@ -94,25 +117,50 @@ node of which the running step still computes blocks. A large panel (z) also has
                 self.top = max(0, min(at - room // 2, len(picture.rows) - room))
         visible = picture.rows[self.top : self.top + room]
         rows = [self._head(width)]
+        if self.icicle is not None:
+            rows, visible = list(self.icicle.rows), []
         last = _last_children(picture.rows)[self.top : self.top + room]
-        rows += [self._line(view, row, width, ends) for row, ends in zip(visible, last, strict=True)]
+        rows += [self._line(view, row, width, ends) for row, ends in zip(visible, last, strict=False)]
         if not picture.nodes:
             why = self.EMPTY if view.history.caching else "prefix caching is off"
             rows += wrapped(f"empty: {why}", "dim", width)[:room]
         rows += [Row().done(width)] * (room + 1 - len(rows))
-        hidden = picture.hidden_nodes + len(picture.rows) - len(visible)
+        hidden = picture.hidden_nodes + (len(picture.rows) - len(visible) if self.icicle is None else 0)
         rows += whole
         self.bottom = len(rows)
         rows += [*below, self._foot(view, hidden, picture.evictable_tokens, width)]
         g = glyphs()
         key = legend((g.in_use, "running", "in use"), (g.evictable, "hit", "cached, evictable"))
-        if any(row.pending for row in visible):
+        if self.icicle is not None:
+            key = legend((" ", "on-fill on shared", "several users"), (" ", "on-fill on active", "one"),
+                         (" ", "on-fill on cached", "none: cached"), (g.filling, "active", "not in the tree yet"))
+        elif any(row.pending for row in visible):
             key = [*key, ("  ", "dim"), *legend((g.pending, "prefill", "being computed"))]
         note: list[Run] = []
         if self.typing or self.search:
             note = [("/" + self.search + ("▏" if self.typing else ""), "accent")]
+        elif self.BARS:
+            note = self.own_key("v: table" if self.icicle is not None else "v: bars", first=True)
         title = f"Radix tree · {count(picture.nodes, 'node')}, {count(picture.tokens, 'token')}"
-        return Picture(rows[:height], title=title, note=note, legend=key)
+        whole_title = title
+        if self.icicle is not None and (name := next((row for row in picture.rows if row.name), None)):
+            whole_title += f" · {name.text.removeprefix(name.name).lstrip(' ·')}"  # why the nodes have no texts: once
+        if runs_width(note) + len(whole_title) + 8 > width:
+            whole_title = title
+        return Picture(rows[:height], title=whole_title, note=note, legend=key)
+
+    def _icicle(self, view: View, picture: TreePicture, width: int, height: int) -> Icicle | None:
+        """Returns the tree as bars; None if it is shown as a table."""
+        if not (self.BARS and self.bars and picture.rows and width >= NARROW and height >= 4):
+            return None
+        if self.search or self.everything:
+            return None
+        nodes = view.moment.shown.state.nodes
+
+        def roles(node: int, begin: int) -> Sequence[tuple[int, str, str]]:
+            return view.moment.tree.roles(nodes[node], begin, view.texts.decode)
+
+        return icicle(view, picture.rows, roles, width, height)
 
     def _head(self, width: int) -> Runs:
         at = width - sum(w for _, w in self._columns(width))
@@ -130,7 +178,8 @@ node of which the running step still computes blocks. A large panel (z) also has
         is_linked = node.node in view.links.nodes
         is_selected = node.node == selected(view, "node")
         glow = view.moment.glow_of(view.moment.shown.node_changed.get(node.node, -1e9))
-        ground = " on select" if is_linked else ""
+        is_lit = any(block in view.lit for block in view.moment.shown.state.nodes[node.node].blocks[:1])
+        ground = f" on {LIT}" if is_lit else " on select" if is_linked else ""
         row = Row()
         if node.depth:
             row.add("  " * (node.depth - 1) + (g.last_branch if last else g.branch) + " ", "faint" + ground)
@@ -142,9 +191,12 @@ node of which the running step still computes blocks. A large panel (z) also has
         row.add((node.role or "txt") + " ", ROLE_STYLES.get(node.role, "dim") + ground)
         if node.folded and node.has_children:
             row.add(g.folded + " ", "dim" + ground)
+        if is_lit:
+            row = Row(plain(row.done(row.width)), "bold on-fill" + ground)
         columns = self._columns(width)
         end = width - sum(w for _, w in columns)
         style = "bold accent" if is_selected else "bold ink" if glow == 2 else "ink" if node.users else "dim"
+        style = "bold on-fill" if is_lit else style
         room = max(0, end - row.width - 1)
         row.add(fit(whole_words(clean(node.text), room), room, g.dots), style + ground)
         cells = {
@@ -158,7 +210,7 @@ node of which the running step still computes blocks. A large panel (z) also has
         for name, w in columns:
             text, cell_style = cells[name]
             at += w
-            row.to(at - len(text), " ", "ink" + ground).add(text, cell_style + ground)
+            row.to(at - len(text), " ", "ink" + ground).add(text, ("bold on-fill" if is_lit else cell_style) + ground)
         return row.done(width)
 
     def _whole_text(self, view: View, width: int, height: int) -> list[Runs]:
@@ -260,6 +312,11 @@ node of which the running step still computes blocks. A large panel (z) also has
 
     def clicked(self, view: View, column: int, row: int) -> None:
         index, below = self.top + row - 1, row - self.bottom
+        if self.icicle is not None and below < 0:
+            bar = self.icicle.at(column, row)
+            if bar is not None and bar.kind != "evicted":
+                view.select(bar.kind, bar.id)
+            return
         if 0 <= below < len(self.below) and self.below[below]:
             view.select("node", self.below[below])
         elif below < 0 < row and index < len(self.nodes):
@@ -287,6 +344,11 @@ node of which the running step still computes blocks. A large panel (z) also has
 
     def action_everything(self) -> None:
         self.everything = not self.everything
+        self.repaint()
+
+    def action_bars(self) -> None:
+        """Show the tree as bars, or as a table."""
+        self.bars = not self.bars
         self.repaint()
 
     def action_search(self) -> None:

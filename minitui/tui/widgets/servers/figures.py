@@ -85,6 +85,7 @@ class CachedTexts(RadixTree):
 
     TITLE = "Cached texts"
     NEEDS_STATE = False
+    BARS = False
     EMPTY = "no event has named a text yet"
     help_text = paragraphs("""\
 The texts in the server's prefix cache, computed from its KV events. Each node is a run of tokens whose keys and values

@@ -1,0 +1,115 @@
+"""The card of the last cache hit: two bars on one scale, and how much sooner the first token was, in large digits."""
+
+from __future__ import annotations
+
+from minitui.text import match_reason, ms
+from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.bars import Bar
+from minitui.tui.widgets.base import Picture
+from minitui.tui.widgets.rows import Row, Run, fitting
+from minitui.viewmodel.history.lane import Lane
+from minitui.viewmodel.hit import Hit, last_hit
+from minitui.viewmodel.view import View
+
+ROWS = 3
+LEAST_ROWS = 22  # of the screen
+# Each character has 5 rows of 3 dots: an octal digit is a row.
+_DOTS = {
+    "0": "75557", "1": "26227", "2": "71747", "3": "71717", "4": "55711", "5": "74717", "6": "74757", "7": "71111",
+    "8": "75757", "9": "75717", "×": "05250", "%": "51245", "<": "12421", ".": "00001",
+}  # fmt: skip
+_HALVES = {(False, False): " ", (True, False): "▀", (False, True): "▄", (True, True): "█"}
+
+
+def large(text: str) -> list[str]:
+    """Returns `text`, digits and a few signs, in letters that are three rows high."""
+    rows = []
+    for upper in range(0, 6, 2):
+        row = []
+        for character in text:
+            dots = [int(octal) for octal in _DOTS[character]] + [0]
+            bits = (1,) if character == "." else (4, 2, 1)
+            row.append("".join(_HALVES[bool(dots[upper] & bit), bool(dots[upper + 1] & bit)] for bit in bits))
+        rows.append(" ".join(row))
+    return rows
+
+
+class HitCard(Bar):
+    """Is hidden before the first hit; then it shows the last one. A click hides it until the next."""
+
+    DEFAULT_CSS = f"HitCard {{ height: {ROWS}; display: none; }}"
+    _hidden_for = -1  # the request whose card was clicked away
+
+    def paint(self, view: View) -> int:
+        """Paint the card, or hide it."""
+        self._hit = last_hit(view) if view.history.loaded and self.screen.size.height >= LEAST_ROWS else None
+        wanted = self._hit is not None and self._hit.lane.id != self._hidden_for
+        if self.display != wanted:
+            self.display = wanted
+        return super().paint(view) if wanted else 0
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        assert self._hit is not None
+        return Picture(rows(view, self._hit, width))
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        if self._hit is not None:
+            self._hidden_for = self._hit.lane.id
+            self.display = False
+
+
+def rows(view: View, hit: Hit, width: int) -> list[tuple[Run, ...]]:
+    """Returns the three rows of the card, each with `width` cells."""
+    gain, share = hit.times_sooner, 100 * hit.lane.cached_tokens / max(1, hit.lane.prompt_tokens)
+    if gain is not None:
+        number, words = f"{gain:.1f}×" if gain < 99.5 else f"{gain:.0f}×", ("first", "token", "sooner")
+    else:
+        number, words = f"{share:.0f}%" if share >= 1 else "<1%", ("of the", "prompt", "cached")
+    digits = large(number)
+    right = len(digits[0]) + 1 + max(map(len, words)) + 2
+    bars = [lane for lane in (hit.source, hit.lane) if lane is not None]
+    most = max(lane.prompt_tokens for lane in bars)
+    labels = [_label(view, lane, 14 if width >= 100 else 7) for lane in bars]
+    times = [hit.source_ms, hit.prefill_ms][-len(bars) :]
+    texts = [_text(lane, time, width >= 100) for lane, time in zip(bars, times, strict=True)]
+    lead = max(map(len, labels)) + 1
+    room = max(4, width - 2 - lead - max(map(len, texts)) - 2 - right - 2)
+    lines = []
+    for lane, label, text in zip(bars, labels, texts, strict=True):
+        row = Row(" ", "ink on select").add(label.ljust(lead), "bold ink on select")
+        cached = round(room * lane.cached_tokens / most)
+        computed = max(1, round(room * lane.prompt_tokens / most) - cached)
+        row.add(glyphs().cached * cached, "on-fill on cached").add(glyphs().active * computed, "prefill on select")
+        row.to(1 + lead + room + 1, " ", "ink on select")
+        lines.append(row.add(text, "bold ink on select" if lane is hit.lane else "ink on select"))
+    blocks = hit.lane.cached_tokens // max(1, view.moment.shown.state.block_size)
+    why = match_reason(hit.lane.stop, hit.lane.stop_at, True)
+    of = f" that r{hit.lane.source} computed"
+    story = fitting(
+        width - right - 4, f"hit: {blocks:,} blocks of KV reused{of} · {why}", f"hit: {blocks:,} blocks reused · {why}",
+        f"hit: {blocks:,} blocks reused",
+    )  # fmt: skip
+    lines.append(Row(" ", "ink on select").add(story, "dim on select"))
+    while len(lines) < ROWS:
+        lines.insert(0, Row(" ", "ink on select"))
+    done = []
+    for line, digit, word in zip(lines, digits, words, strict=True):
+        line.to(width - right, " ", "ink on select").add(digit, "bold hit on select")
+        line.add(" " + word, "bold ink on select").to(width, " ", "ink on select")
+        done.append(line.done(width))
+    return done
+
+
+def _label(view: View, lane: Lane, room: int) -> str:
+    """Returns the chat and the request: "#4·r5"; the whole name of the chat if there is room."""
+    name = view.texts.group_name(lane.group) if lane.group else ""
+    number = name.split(" ")[0]
+    return f"{number}·r{lane.id}" if number.startswith("#") else f"r{lane.id}"
+
+
+def _text(lane: Lane, time: float | None, long: bool) -> str:
+    computed = lane.prompt_tokens - lane.cached_tokens
+    took = f", {ms(time)} ms" if time is not None else ""
+    if not lane.cached_tokens:
+        return f"{computed:,} computed{took}"
+    return f"{lane.cached_tokens:,} cached + {computed:,}{' computed' if long else ''}{took}"
