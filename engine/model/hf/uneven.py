@@ -59,16 +59,17 @@ def _heads(fields: Fields, config: ModelConfig) -> tuple[tuple[int, int], ...]:
     found = []
     for layer in range(config.num_layers):
         each = Fields(fields.path, own.get(str(layer), {}), f" for layer {layer}")
-        kv_heads, dim = (
-            each.count("num_key_value_heads", config.num_kv_heads),
-            each.count("head_dim", config.head_dim, most=LARGEST_HEAD),
-        )
-        if config.num_heads % kv_heads or dim % 2:
+        kv_heads = each.count("num_key_value_heads", config.num_kv_heads)
+        dim = each.count("head_dim", config.head_dim, most=LARGEST_HEAD)
+        if dim % 2:
+            key = "global_head_dim" if fields.raw.get("per_layer_config") is None else "per_layer_config"
+            raise fields.refuse(key, f"such that heads have an even size, but those of layer {layer} have {dim}")
+        if config.num_heads % kv_heads:
+            key = "num_global_key_value_heads" if fields.raw.get("per_layer_config") is None else "per_layer_config"
             raise fields.refuse(
-                "per_layer_config" if "per_layer_config" in fields.raw else "num_global_key_value_heads",
-                f"such that the {config.num_heads} query heads are a multiple of the {kv_heads} key/value heads of "
-                f"layer {layer}, whose size {dim} must be even",
-            )
+                key, f"such that the {config.num_heads} query heads of layer {layer} are a multiple of its {kv_heads} "
+                "key/value heads",
+            )  # fmt: skip
         found.append((kv_heads, dim))
     if len({heads for layer, heads in enumerate(found) if not config.window(layer)}) > 1:
         raise fields.refuse("per_layer_config", "the same for all layers without a window: they share a block table")
