@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.support.models import SMALL, SMALL_EXPERTS, VOCAB, rewrite
+from tests.support.models import SMALL, SMALL_EXPERTS, rewrite
 
 TEXT = {**SMALL, "num_key_value_heads": 2, "head_dim": 16}
 MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 5000.0}
@@ -23,7 +23,7 @@ VISION = {
 IMAGES: dict[str, tuple[str, bool, dict[str, Any]]] = {  # name: (model_type, tied embeddings, fields of text_config)
     "gemma3": ("gemma3", True, {"sliding_window": 9, "query_pre_attn_scalar": 16}),
     "gemma4": ("gemma4", True, {"sliding_window": 9, "global_head_dim": 32, "num_kv_shared_layers": 0,
-                                "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+                                "hidden_size_per_layer_input": 8,
                                 "layer_types": ["sliding_attention", "full_attention"]}),
     "gemma4_unified": ("gemma4_unified", True, {"sliding_window": 9, "global_head_dim": 32,
                                                 "layer_types": ["sliding_attention", "full_attention"]}),
@@ -41,9 +41,11 @@ def with_images(name: str, **fields: Any) -> Any:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     kind, tied, text = IMAGES[name]
+    text = {**TEXT, **text, **fields}
+    text |= {"vocab_size_per_layer_input": text["vocab_size"]} if kind == "gemma4" else {}
     vision = {**VISION, "model_type": "pixtral"} if kind == "mistral3" else VISION
     config = AutoConfig.for_model(
-        kind, text_config={**TEXT, **text, **fields}, vision_config=vision, tie_word_embeddings=tied
+        kind, text_config=text, vision_config=vision, tie_word_embeddings=tied
     )
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, experts_implementation="eager").double().eval()
