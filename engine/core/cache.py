@@ -133,9 +133,12 @@ class KVCache:
 
         Returns False if a pool does not have enough blocks. Then the request has at most lost what it needs no more.
         """
-        if not all(side.make_room(request, first, tokens) for side in self.sides):
-            return False
-        if not self._grow_table(request, tokens):
+        for side in self.sides:
+            if not side.make_room(request, first, tokens):
+                return False
+        start = len(request.table)
+        needed = -(-tokens // self.block_size) - start
+        if needed > 0 and not self._grow_table(request, start, needed):
             return False
         for side in self.sides:
             side.grow(request, first, tokens)
@@ -146,11 +149,7 @@ class KVCache:
         room = (len(request.table) + self.available) * self.block_size
         return min([room, *(side.room(request) for side in self.sides)])
 
-    def _grow_table(self, request: Request, tokens: int) -> bool:
-        start = len(request.table)
-        needed = self.blocks_for(tokens) - start
-        if needed <= 0:
-            return True
+    def _grow_table(self, request: Request, start: int, needed: int) -> bool:
         blocks = self.allocator.allocate(needed)
         if blocks is None and needed <= self.available:
             self.tree.evict(needed - self.allocator.num_free, f"r{request.id} needs {needed}")
@@ -175,11 +174,11 @@ class KVCache:
 
     def take_table_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the rows, columns and blocks (int32) of the changes since the last call."""
-        return _arrays(self._table_changes)
+        return _arrays(self._table_changes) if self._table_changes else NO_CHANGES
 
     def take_window_changes(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Like `take_table_changes`, for the block table of each group of windows."""
-        return [_arrays(window.changes) for window in self.windows]
+        return [_arrays(window.changes) if window.changes else NO_CHANGES for window in self.windows]
 
     # ---- publishing to the tree
 
@@ -318,8 +317,6 @@ class KVCache:
 
 def _arrays(changes: dict[tuple[int, int], int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the rows, columns and blocks (int32) of changes to a block table, and forgets them."""
-    if not changes:
-        return NO_CHANGES
     rows, columns = np.array(list(changes), np.int32).T
     blocks = np.array(list(changes.values()), np.int32)
     changes.clear()

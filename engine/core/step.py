@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -69,7 +69,7 @@ class StepPlan:
     num_drafted: int = 0
     # For a model with side groups: the changes of each window group's block table, as (rows, columns, blocks), and the
     # segments of the recurrent states (StateMeta in engine/attention/base.py).
-    window_tables: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
+    window_tables: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]] = ()
     segments: np.ndarray | None = None  # int32 [m, 4]  first token, end token, source slot, target slot
     cu_segments: np.ndarray | None = None  # int32 [n + 1]  entry i has the segments [cu[i], cu[i + 1])
 
