@@ -28,5 +28,5 @@ class BaseScreen(SizedScreen[Result]):
     def paint(self, view: View) -> None:
         """Show the view; called once a frame while this screen is visible."""
         for panel in self.query(LinePanel):
-            if panel.display:
+            if panel.display or panel.SHOWS_ITSELF:
                 panel.paint(view)

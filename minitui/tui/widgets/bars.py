@@ -22,6 +22,7 @@ class Bar(LinePanel, can_focus=False):
 
     app = getters.app(AppBase)
     FRAME = "none"
+    SHOWS_ITSELF = True
     DEFAULT_CSS = "Bar { height: 1; }"
 
 
