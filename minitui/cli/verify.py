@@ -192,7 +192,8 @@ def _unrounded(model: Any) -> Iterator[None]:
 
     with Unrounded() as mode:
         for module in model.modules():
-            if hasattr(module, "attention_scaling"):  # rotary embeddings
+            # Rotary embeddings. Those with several kinds of layers have a scaling for each kind.
+            if any(name.endswith("attention_scaling") for name in vars(module)):
                 module.register_forward_pre_hook(switch(False))
                 module.register_forward_hook(switch(True))
         yield

@@ -157,7 +157,8 @@ def _gemma4_unified(random: Random, layers: int) -> dict[str, Any]:
 def _gemma4(random: Random, layers: int) -> dict[str, Any]:
     fields = _gemma4_unified(random, layers)
     # transformers needs embeddings of layers in models that share keys and values.
-    sizes = [8, 24] if fields.get("num_kv_shared_layers") else [0, 8, 24]
+    # Their roots are exact: transformers rounds them to the type in which it loads a model.
+    sizes = [4, 16] if fields.get("num_kv_shared_layers") else [0, 4, 16]
     fields |= {"hidden_size_per_layer_input": random.choice(sizes), "vocab_size_per_layer_input": VOCAB}
     if random.random() < 0.4:
         fields |= {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 40}
