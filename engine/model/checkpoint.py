@@ -5,17 +5,18 @@ while the weights are loaded, so no step computes it and no fast path can forget
 
     multipliers          into the embedding, the projections to the hidden size, and the last norm
     norms by 1 + w       into the weight
+    decays of states     -exp(A_log)
     other rotary pairs   into the order of the rows of q and k (engine/model/rope.py, row_order)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
-from engine.model.config import ModelConfig
+from engine.model.config import DeltaConfig, ModelConfig
 from engine.model.families import ARCHITECTURES
 from engine.model.rope import row_order
 from engine.model.slots import Cut, Slot
@@ -46,9 +47,35 @@ def checkpoint_slots(slots: Iterable[Slot], config: ModelConfig, dtype: torch.dt
             return _part_of(slot, owner, "qkv_proj", first, sum(widths.values()))
         if arch.fused_gate_up and owner in ("gate_proj", "up_proj"):
             return _part_of(slot, owner, "gate_up_proj", inner * (owner == "up_proj"), 2 * inner)
+        if config.output_gate and owner in ("q_proj", "q_gate"):
+            return _of_heads(slot, owner, "q_proj", config.num_heads, [dim, dim], owner == "q_gate")
+        if config.delta is not None and ".linear_attn." in slot.name:
+            return _delta_slot(slot, owner, config.delta, arch.fused_delta)
         return replace(slot, name=".".join(arch.names.get(part, part) for part in slot.name.split(".")))
 
     return map(mapped, slots)
+
+
+def _delta_slot(slot: Slot, owner: str, delta: DeltaConfig, fused: bool) -> Slot:
+    """Returns the slot of a parameter of the delta rule. `fused`: projections are stored key head by key head."""
+    heads, each = (delta.key_heads, delta.value_heads // delta.key_heads) if fused else (1, delta.value_heads)
+    keys, values = delta.key_heads // heads * delta.key_dim, each * delta.value_dim
+    inputs = {"q": keys, "k": keys, "v": values}
+    fusions = {"in_proj_qkv": inputs}
+    if fused:
+        fusions = {"in_proj_qkvz": inputs | {"z": values}, "in_proj_ba": {"b": each, "a": each}}
+    leaf = owner.removeprefix("in_proj_")
+    for name, parts in fusions.items():
+        if leaf in parts:
+            return _of_heads(slot, owner, name, heads, list(parts.values()), list(parts).index(leaf))
+    return slot
+
+
+def _of_heads(slot: Slot, owner: str, fused: str, heads: int, sizes: Sequence[int], part: int) -> Slot:
+    """Returns the slot as rows of the tensor `fused`, in which each head has parts with these numbers of rows."""
+    first, whole = sum(sizes[:part]), sum(sizes)
+    cut = Cut(0, tuple(head * whole + first for head in range(heads)), heads * whole)
+    return replace(slot, name=slot.name.replace(f".{owner}.", f".{fused}."), cut=cut)
 
 
 def _part_of(slot: Slot, owner: str, fused: str, first: int, whole: int) -> Slot:
@@ -61,7 +88,14 @@ def _part_of(slot: Slot, owner: str, fused: str, first: int, whole: int) -> Slot
 
 def _fold(slot: Slot, config: ModelConfig, dtype: torch.dtype, owner: str) -> Fold | None:
     arch = ARCHITECTURES[config.architecture]
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
     factor, offset = 1.0, float(arch.offset_norms and "norm" in owner)
+    if ".linear_attn." in slot.name:
+        folds: dict[str, Fold] = {
+            "A_log": lambda tensor: -tensor.to(exact).exp(),
+            "conv1d.weight": lambda tensor: tensor[:, 0],
+        }
+        return next((fold for name, fold in folds.items() if slot.name.endswith(name)), None)
     embedding = config.embedding_scale
     if arch.scaled_embedding:  # transformers rounds this factor to the model's type
         embedding = float(torch.tensor(embedding).to(dtype))
@@ -77,7 +111,6 @@ def _fold(slot: Slot, config: ModelConfig, dtype: torch.dtype, owner: str) -> Fo
         factor = config.residual_scale
     if (factor, offset) == (1.0, 0.0):
         return None
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
     return lambda tensor: (tensor.to(exact) + offset) * factor
 
 

@@ -58,6 +58,7 @@ class ExpertsConfig:
     biases: bool = False  # of the router and of the experts
     limit: float = 0.0  # gpt-oss: gates and ups are clamped to this number; 0: plain silu(gate) · up
     alpha: float = 0.0  # for clamped gates: gate · sigmoid(alpha · gate) · (up + 1)
+    shared_size: int = 0  # inner size of an expert that every token uses, with a gate; 0: none
     beside_mlp: bool = False  # Gemma 4: a layer has an MLP, too, and each expert's output has a factor of its own
 
 
@@ -76,6 +77,12 @@ class DeltaConfig:
     def channels(self) -> int:
         """The width of queries, keys and values, which is that of the convolution."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def parameters(self, hidden: int) -> int:
+        """Returns the number of scalars of a layer's delta rule."""
+        inner = self.value_heads * self.value_dim
+        projections = hidden * (self.channels + 2 * inner + 2 * self.value_heads)
+        return projections + self.channels * self.taps + 2 * self.value_heads + self.value_dim
 
 
 @dataclass(frozen=True)
@@ -169,6 +176,7 @@ class ModelConfig:
     layer_scalars: bool = False  # the residual is multiplied by a number at the end of each layer
     experts: ExpertsConfig | None = None  # None: every layer's MLP is dense
     delta: DeltaConfig | None = None  # None: every layer has attention
+    output_gate: bool = False  # the output of attention is multiplied by sigmoid(gate · x)
     dtype: str = "bfloat16"  # of the checkpoint
     packing: Packing | None = None  # None: the checkpoint's matrices are plain tensors
 
@@ -260,12 +268,16 @@ class ModelConfig:
         )
 
     def _attention_parameters(self, layer: int) -> int:
-        """Returns the number of scalars of a layer's attention and of all its norms."""
+        """Returns the number of scalars of a layer's attention, or of its delta rule, and of all its norms."""
         h, heads, (kv_heads, d) = self.hidden_size, self.num_heads, self.heads_of(layer)
         keys = kv_heads if self.source_of(layer) == layer else 0
         qkv = (heads + keys + keys * self.projects_values(layer)) * d
         attention = h * qkv + heads * d * h + self.qkv_bias * qkv + self.output_bias * h + self.sinks * heads
+        attention += self.output_gate * heads * d * h
         norms = 2 * h * (1 + self.layer_norm) * (self.pre_norms + self.post_norms)
+        if layer in self.state_layers:
+            assert self.delta is not None
+            return norms + self.delta.parameters(h)
         norms += self.qk_norm * (1 + (keys > 0)) * d
         return attention + norms + self.full_qk_norm * (heads + keys) * d
 
@@ -277,10 +289,12 @@ class ModelConfig:
         mlp = h * (width + inner) + self.mlp_bias * (width + h) + per_layer
         if e is None or not e.layers[layer]:
             return mlp
+        shared = (3 * e.shared_size + 1) * h if e.shared_size else 0
         mixture = e.count * (h + e.biases) + experts * (3 * h * e.inner_size + e.biases * (2 * e.inner_size + h))
-        return mixture + (mlp + 4 * h + e.count if e.beside_mlp else 0)
+        return mixture + shared + (mlp + 4 * h + e.count if e.beside_mlp else 0)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Returns the bytes that one token takes in the KV caches of all layers."""
-        held = (self.heads_of(i) for i in range(self.num_layers) if self.source_of(i) == i)
+        states = self.state_layers
+        held = (self.heads_of(i) for i in range(self.num_layers) if self.source_of(i) == i and i not in states)
         return 2 * sum(kv_heads * head_dim for kv_heads, head_dim in held) * dtype.itemsize

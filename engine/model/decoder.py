@@ -1,9 +1,10 @@
 """One decoder for all supported families, from Llama to Gemma and gpt-oss.
 
 A layer has two parts: grouped-query attention, then an MLP or a mixture of experts (engine/model/experts.py). Each part
-has a norm before it, after it, or both. Layers of Gemma 4 have a third part (engine/model/gemma4.py). The families
-differ only in their configuration (engine/model/families.py), and much of what differs is multiplied into the weights
-when they are loaded (engine/model/checkpoint.py).
+has a norm before it, after it, or both. Layers of Gemma 4 have a third part (engine/model/gemma4.py), and layers of
+Qwen3.5 may have a gated delta rule in the place of attention (engine/model/delta_mixer.py). The families differ only
+in their configuration (engine/model/families.py), and much of what differs is multiplied into the weights when they are
+loaded (engine/model/checkpoint.py).
 Decoder.forward computes the model; the rest of this file defines the parameters and their names.
 """
 
@@ -19,81 +20,36 @@ from engine.attention.kv_pool import KVPool
 from engine.groups import group_of_layers
 from engine.model import ops as torch_ops
 from engine.model.config import ModelConfig
+from engine.model.delta_mixer import DeltaMixer
 from engine.model.experts import Experts, Ops
 from engine.model.gemma4 import ExpertsBeside, LayerEnd, PerLayerEmbedding
 from engine.model.group import ALONE, Group
 from engine.model.linear import linear
 from engine.model.matrices import Kept, Matrices, Quantised, norm_slots, norm_weight
+from engine.model.mlp import DenseMLP, SharedExpert
 from engine.model.rope import query_scales, rope_table
 from engine.model.slots import Slot
-
-
-class DenseMLP:
-    """Computes down(silu(gate(x)) · up(x)), or another activation, or no gate. Experts has the same methods."""
-
-    def __init__(self, config: ModelConfig, inner: int, prefix: str, matrices: Matrices, ops: Ops) -> None:
-        hidden, width = config.hidden_size, (1 + config.gated) * inner
-        dtype, device = matrices.dtype, matrices.device
-        self.gated, self.silu = config.gated, config.gated and config.activation == "silu"
-        # [T, width] -> [T, inner]; may overwrite its argument.
-        self.activate = ops.silu_mul if self.silu else torch_ops.gelu_mul
-        if not config.gated:
-            self.activate = torch_ops.gelu
-        self._inputs = ("gate_proj", "up_proj") if config.gated else ("up_proj",)
-        self.gate_up = matrices.empty(width, hidden, prefix, self._inputs)
-        self.down = matrices.empty(hidden, inner, prefix, ["down_proj"])
-        self.gate_up_bias = self.down_bias = None
-        if config.mlp_bias:
-            self.gate_up_bias = torch.empty(width, dtype=dtype, device=device)
-            self.down_bias = torch.empty(hidden, dtype=dtype, device=device)
-
-    def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the output [T, H] for x [T, H]. `live` has an effect in Experts only."""
-        inner = self.activate(linear(x, self.gate_up, self.gate_up_bias))
-        return linear(inner, self.down, self.down_bias)
-
-    def slots(self, prefix: str) -> Iterator[Slot]:
-        names = self._inputs
-        for name, view in zip(names, self.gate_up.chunk(len(names)), strict=True):
-            yield Slot(f"{prefix}{name}.weight", view)
-        yield Slot(f"{prefix}down_proj.weight", self.down)
-        if self.gate_up_bias is not None and self.down_bias is not None:
-            for name, view in zip(names, self.gate_up_bias.chunk(len(names)), strict=True):
-                yield Slot(f"{prefix}{name}.bias", view)
-            yield Slot(f"{prefix}down_proj.bias", self.down_bias)
 
 
 class Layer:
     """The weights of one layer, with q/k/v in one matrix and gate/up in another. None: the model does not have it."""
 
     def __init__(self, config: ModelConfig, index: int, matrices: Matrices, ops: Ops) -> None:
-        dtype, device, prefix = matrices.dtype, matrices.device, f"model.layers.{index}."
+        hidden, prefix = config.hidden_size, f"model.layers.{index}."
 
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+        def norm(has_it: bool) -> torch.Tensor | None:
+            return norm_weight(config, hidden, matrices.dtype, matrices.device) if has_it else None
 
-        def norm(has_it: bool, size: int = config.hidden_size) -> torch.Tensor | None:
-            return norm_weight(config, size, dtype, device) if has_it else None
-
-        hidden, (kv_heads, dim) = config.hidden_size, config.heads_of(index)
-        self.holds_kv = config.source_of(index) == index  # False: it reads the keys and values of another layer
-        kv_heads = kv_heads if self.holds_kv else 0
-        self._heads = [config.num_heads, kv_heads, kv_heads]
-        self._dim = dim
-        self._projects_values = config.projects_values(index)
-        self.value_norm = config.value_norm and self.holds_kv
-        width, normed = sum(self._heads) * dim, sum(self._heads[:2]) * dim
         # None without pre_norms. The fast paths refuse such models, so the types leave the None out.
         self.input_norm: Any = norm(config.pre_norms)
-        self.qkv = matrices.empty(width, hidden, f"{prefix}self_attn.", dict.fromkeys(self._projections))
-        self.qkv_bias = empty(width) if config.qkv_bias else None
-        # One row per head, so that one kernel normalises queries and keys together.
-        head_norm = norm(config.qk_norm, normed)
-        self.qk_norm = None if head_norm is None else head_norm.view(-1, dim)
-        self.full_qk_norm = norm(config.full_qk_norm, normed)  # the weight of all queries, then that of all keys
-        self.sinks = empty(config.num_heads) if config.sinks else None
-        self.output = matrices.empty(hidden, config.num_heads * dim, f"{prefix}self_attn.", ["o_proj"])
-        self.output_bias = empty(hidden) if config.output_bias else None
+        self.delta: DeltaMixer | None = None  # in the place of attention
+        self.sinks: torch.Tensor | None = None
+        self.output_bias: torch.Tensor | None = None
+        if config.delta is not None and config.delta.layers[index]:
+            self.delta = DeltaMixer(config.delta, hidden, f"{prefix}linear_attn.", matrices, ops)
+            self.output = self.delta.output
+        else:
+            self._make_attention(config, index, f"{prefix}self_attn.", matrices)
         self.after_attention = norm(config.post_norms)
         self.post_norm: Any = norm(config.pre_norms)  # before the MLP
         self.mlp: DenseMLP | Experts
@@ -104,11 +60,42 @@ class Layer:
             experts, leaves = range(config.experts.count), ("gate_proj", "up_proj", "down_proj")
             names = [f"{expert}.{leaf}" for expert in experts for leaf in leaves]
             kind = matrices.kept_kind(f"{prefix}mlp.experts.", names) or matrices.quantised
-            self.mlp = Experts(config.experts, hidden, dtype, device, ops, kind)
+            self.mlp = Experts(config.experts, hidden, matrices.dtype, matrices.device, ops, kind)
+            if inner := config.experts.shared_size:
+                self.mlp.shared = SharedExpert(config, inner, f"{prefix}mlp.", matrices, ops)
         else:
             self.mlp = DenseMLP(config, config.inner_size_of(index), f"{prefix}mlp.", matrices, ops)
         self.after_mlp = norm(config.post_norms)
         self.end = LayerEnd(config, matrices, prefix) if config.layer_scalars else None
+
+    def _make_attention(self, config: ModelConfig, index: int, prefix: str, matrices: Matrices) -> None:
+        dtype, device = matrices.dtype, matrices.device
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        def norm(has_it: bool, size: int) -> torch.Tensor | None:
+            return norm_weight(config, size, dtype, device) if has_it else None
+
+        hidden, (kv_heads, dim) = config.hidden_size, config.heads_of(index)
+        self.holds_kv = config.source_of(index) == index  # False: it reads the keys and values of another layer
+        kv_heads = kv_heads if self.holds_kv else 0
+        self._heads = [config.num_heads, kv_heads, kv_heads]
+        self._dim = dim
+        self._projects_values = config.projects_values(index)
+        self.value_norm = config.value_norm and self.holds_kv
+        width, normed = sum(self._heads) * dim, sum(self._heads[:2]) * dim
+        self.qkv = matrices.empty(width, hidden, prefix, dict.fromkeys(self._projections))
+        self.qkv_bias = empty(width) if config.qkv_bias else None
+        # The output of attention is multiplied by sigmoid(gate · x).
+        self.gate = matrices.empty(config.num_heads * dim, hidden, prefix, ["q_gate"]) if config.output_gate else None
+        # One row per head, so that one kernel normalises queries and keys together.
+        head_norm = norm(config.qk_norm, normed)
+        self.qk_norm = None if head_norm is None else head_norm.view(-1, dim)
+        self.full_qk_norm = norm(config.full_qk_norm, normed)  # the weight of all queries, then that of all keys
+        self.sinks = empty(config.num_heads) if config.sinks else None
+        self.output = matrices.empty(hidden, config.num_heads * dim, prefix, ["o_proj"])
+        self.output_bias = empty(hidden) if config.output_bias else None
 
     @property
     def experts(self) -> Experts | None:
@@ -138,24 +125,11 @@ class Layer:
         return torch.cat((torch_ops.norm(q, weights[0], eps), torch_ops.norm(k, weights[1], eps), v), -1)
 
     def slots(self, prefix: str) -> Iterator[Slot]:
-        sizes = [heads * self._dim for heads in self._heads]
         yield from norm_slots(f"{prefix}input_layernorm", self.input_norm)
-        for name, view in zip(self._projections, self.qkv.split(sizes), strict=False):
-            yield Slot(f"{prefix}self_attn.{name}.weight", view)
-        if self.qkv_bias is not None:
-            for name, view in zip(self._projections, self.qkv_bias.split(sizes), strict=False):
-                yield Slot(f"{prefix}self_attn.{name}.bias", view)
-        if self.qk_norm is not None:
-            for name, view in zip("qk" if self.holds_kv else "q", self.qk_norm.split(self._heads[:2]), strict=False):
-                yield Slot(f"{prefix}self_attn.{name}_norm.weight", view, repeated=True)
-        if self.full_qk_norm is not None:
-            for name, view in zip("qk", self.full_qk_norm.split(sizes[:2]), strict=True):
-                yield Slot(f"{prefix}self_attn.{name}_norm.weight", view)
-        if self.sinks is not None:
-            yield Slot(f"{prefix}self_attn.sinks", self.sinks)
-        yield Slot(f"{prefix}self_attn.o_proj.weight", self.output)
-        if self.output_bias is not None:
-            yield Slot(f"{prefix}self_attn.o_proj.bias", self.output_bias)
+        if self.delta is not None:
+            yield from self.delta.slots(f"{prefix}linear_attn.")
+        else:
+            yield from self._attention_slots(f"{prefix}self_attn.")
         yield from norm_slots(f"{prefix}after_attention_norm", self.after_attention)
         yield from norm_slots(f"{prefix}post_attention_layernorm", self.post_norm)
         yield from self.mlp.slots(f"{prefix}mlp.")
@@ -164,6 +138,27 @@ class Layer:
         yield from norm_slots(f"{prefix}after_mlp_norm", self.after_mlp)
         if self.end is not None:
             yield from self.end.slots(prefix)
+
+    def _attention_slots(self, prefix: str) -> Iterator[Slot]:
+        sizes = [heads * self._dim for heads in self._heads]
+        for name, view in zip(self._projections, self.qkv.split(sizes), strict=False):
+            yield Slot(f"{prefix}{name}.weight", view)
+        if self.qkv_bias is not None:
+            for name, view in zip(self._projections, self.qkv_bias.split(sizes), strict=False):
+                yield Slot(f"{prefix}{name}.bias", view)
+        if self.gate is not None:
+            yield Slot(f"{prefix}q_gate.weight", self.gate)
+        if self.qk_norm is not None:
+            for name, view in zip("qk" if self.holds_kv else "q", self.qk_norm.split(self._heads[:2]), strict=False):
+                yield Slot(f"{prefix}{name}_norm.weight", view, repeated=True)
+        if self.full_qk_norm is not None:
+            for name, view in zip("qk", self.full_qk_norm.split(sizes[:2]), strict=True):
+                yield Slot(f"{prefix}{name}_norm.weight", view)
+        if self.sinks is not None:
+            yield Slot(f"{prefix}sinks", self.sinks)
+        yield Slot(f"{prefix}o_proj.weight", self.output)
+        if self.output_bias is not None:
+            yield Slot(f"{prefix}o_proj.bias", self.output_bias)
 
 
 class Decoder:
@@ -222,16 +217,13 @@ class Decoder:
         x = residual if before is None else ops.norm(residual, before, eps)
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
-            keys, values, scales = pool.keys[i], pool.values[i], pool.scales[i]
-            qkv = linear(x, layer.qkv, layer.qkv_bias)
-            if layer.full_qk_norm is not None or layer.value_norm:
-                qkv = layer.normalise_qkv(qkv, eps)
-            rope = ropes[id(self.rope_tables[i])]
-            where = slots[self.group_of[i]] if layer.holds_kv else None
-            q = ops.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, where, scales)
-            if self.query_scales is not None:
-                q = q * self.query_scales[meta.positions][:, None, None]
-            x = attention.run(i, q, keys, values, scales)
+            if layer.delta is not None:
+                state = pool.states[i]
+                assert state is not None and meta.states is not None
+                x = layer.delta(x, eps, state, meta.states)
+            else:
+                where = slots[self.group_of[i]] if layer.holds_kv else None
+                x = self._attend(i, x, ropes[id(self.rope_tables[i])], where, meta, attention, pool)
             live = meta.live
             if i == last and meta.logit_rows is not None:  # from here on, only the tokens in logit_rows are needed
                 live = meta.live_rows
@@ -248,6 +240,22 @@ class Decoder:
                 layer.end(residual, None if added is None else added[i], eps)
                 x = residual if following is None else ops.norm(residual, following, eps)
         return x
+
+    def _attend(
+        self, i: int, x: torch.Tensor, rope: Any, where: torch.Tensor | None, meta: ForwardMeta,
+        attention: AttentionBackend, pool: KVPool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Returns the attention output [T, Hq · D] of layer i, before the output projection, for x [T, H]."""
+        layer, eps = self.layers[i], self.config.rms_norm_eps
+        keys, values, scales = pool.keys[i], pool.values[i], pool.scales[i]
+        qkv = linear(x, layer.qkv, layer.qkv_bias)
+        if layer.full_qk_norm is not None or layer.value_norm:
+            qkv = layer.normalise_qkv(qkv, eps)
+        q = self._ops.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, where, scales)
+        if self.query_scales is not None:
+            q = q * self.query_scales[meta.positions][:, None, None]
+        out = attention.run(i, q, keys, values, scales)
+        return out if layer.gate is None else out * torch.sigmoid(linear(x, layer.gate))
 
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, after: torch.Tensor | None, before: torch.Tensor | None

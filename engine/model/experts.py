@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from engine.attention.base import StateMeta
 from engine.model.config import ExpertsConfig
 from engine.model.linear import ByteWeight, Matrix, linear
 from engine.model.slots import Slot
@@ -38,6 +39,15 @@ class Ops(Protocol):
 
     def experts(self, x: torch.Tensor, mixture: Experts, live: torch.Tensor | None, /) -> torch.Tensor: ...
 
+    def causal_conv(
+        self, x: torch.Tensor, weight: torch.Tensor, conv: torch.Tensor, states: StateMeta, /
+    ) -> torch.Tensor: ...
+
+    def delta_rule(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+        recurrent: torch.Tensor, states: StateMeta, /,
+    ) -> torch.Tensor: ...  # fmt: skip
+
 
 class Experts:
     """Computes the weighted sum of down_e(silu(gate_e(x)) · up_e(x)) over the chosen experts e of a token.
@@ -61,6 +71,8 @@ class Experts:
         self.gate_up = _stack(config.count, 2 * config.inner_size, hidden, dtype, device, kind)
         self.down = _stack(config.count, hidden, config.inner_size, dtype, device, kind)
         self.router_bias = self.gate_up_bias = self.down_bias = None
+        # What every token adds to the output of its experts (engine/model/mlp.py, SharedExpert).
+        self.shared: Any = None
         self.factors: torch.Tensor | None = None  # [E]: each expert's output is multiplied by its number
         if config.biases:
             self.router_bias = torch.empty(config.count, dtype=dtype, device=device)
@@ -70,8 +82,9 @@ class Experts:
         self.load = torch.zeros(config.count, dtype=torch.int64, device=device)
 
     def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, H] -> [T, H]. `live` int32 [1]: the number of tokens before the padding; the padding becomes zeros."""
-        return self._ops.experts(x, self, live)
+        """x [T, H] -> [T, H]. `live` int32 [1]: the number of tokens before the padding, which gets no experts."""
+        out = self._ops.experts(x, self, live)
+        return out if self.shared is None else out + self.shared(x)
 
     def one_by_one(self, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, H] -> [T, H], computed one expert after another. `routed`: the router's input; None: x."""
@@ -119,6 +132,8 @@ class Experts:
     def slots(self, prefix: str) -> Iterator[Slot]:
         names = [f"{prefix}experts.{expert}." for expert in range(self.config.count)]
         yield Slot(f"{prefix}gate.weight", self.router)
+        if self.shared is not None:
+            yield from self.shared.slots(prefix)
         if self.router_bias is not None and self.gate_up_bias is not None and self.down_bias is not None:
             yield Slot(f"{prefix}gate.bias", self.router_bias)
             yield Slot(f"{prefix}experts.gate_up_proj_bias", self.gate_up_bias)

@@ -50,6 +50,8 @@ class Architecture:
     uneven: bool = False  # Gemma 4: layers differ in more than that (engine/model/hf/uneven.py)
     # Foreign keys (engine/model/hf/foreign_keys.py) that are read for this architecture.
     reads: str = ""
+    delta: bool = False  # layers with a gated delta rule, and gates of the attention output
+    fused_delta: bool = False  # the projections of the delta rule are in_proj_qkvz and in_proj_ba, key head by key head
     # Names of modules in the checkpoint, by the decoder's names.
     names: Mapping[str, str] = field(default_factory=dict)
     fused_qkv: bool = False  # one tensor qkv_proj
@@ -97,6 +99,19 @@ SIZE_OF_GEMMA4: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     },
+}  # fmt: skip
+
+GATED_DELTA: dict[str, Any] = {
+    "qk_norm": True, "wide_norms": True, "offset_norms": True, "partial_rotary": 0.25, "delta": True,
+    "reads": "partial_rotary_factor mrope_section shared_expert_intermediate_size",
+}  # fmt: skip
+SIZE_OF_DELTA = {
+    "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
+SIZE_OF_EXPERTS = {
+    "num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "intermediate_size": 5632, "norm_topk_prob": True,
 }  # fmt: skip
 
 ARCHITECTURES = {
@@ -200,6 +215,18 @@ ARCHITECTURES = {
         defaults={"num_key_value_heads": 2, "norm_epsilon": 1e-5, "use_bias": True, "sliding_window": None,
                   "tie_word_embeddings": True},
     ),
+    "Qwen3_5ForCausalLM": Architecture(
+        "Qwen3.5, 3.6, 3.8", "Qwen/Qwen3.5-27B", **GATED_DELTA, defaults={**SIZE_OF_DELTA, "num_key_value_heads": 4}
+    ),
+    "Qwen3_5MoeForCausalLM": Architecture(
+        "Qwen3.5-MoE, 3.6, 3.8", "Qwen/Qwen3.5-35B-A3B", **GATED_DELTA, experts="moe_intermediate_size",
+        defaults={**SIZE_OF_DELTA, **SIZE_OF_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
+    ),
+    "Qwen3NextForCausalLM": Architecture(
+        "Qwen3-Next", "Qwen/Qwen3-Next-80B-A3B-Instruct", **GATED_DELTA, fused_delta=True,
+        experts="moe_intermediate_size",
+        defaults={**SIZE_OF_DELTA, **SIZE_OF_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10},
+    ),
     "GptOssForCausalLM": Architecture(
         "gpt-oss", "openai/gpt-oss-20b", qkv_bias="attention_bias", output_bias="attention_bias", window="always",
         full_layers=(2, 1), experts="intermediate_size", clamped=True, sinks=True, wide_norms=True,
@@ -238,6 +265,9 @@ MODEL_TYPES = {
     "stablelm": "StableLmForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }
 # Models of text and images, whose text part is one of the families: its fields are in text_config.
 WITH_IMAGES = {
@@ -245,4 +275,5 @@ WITH_IMAGES = {
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text", "Mistral3ForConditionalGeneration": "mistral",
     "Qwen2VLForConditionalGeneration": "qwen2", "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3", "Qwen3VLMoeForConditionalGeneration": "qwen3_moe",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text", "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """The decoder's small operations in plain torch. They are the reference for the fused kernels, and CPUs use them.
 
-The decoder calls `ops.<name>` for everything except matrix products and attention. So another module with the same six
+The decoder calls `ops.<name>` for everything except matrix products and attention. So another module with the same
 functions of the protocol Ops can replace this one (Decoder's argument `ops`).
 
 Shapes: T tokens, hidden size H, Hq query heads, Hkv key/value heads, head dimension D, intermediate size I.
@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import kv_fp8
+from engine.model.delta import causal_conv as causal_conv
+from engine.model.delta import delta_rule as delta_rule
 from engine.model.experts import Experts
 
 

@@ -31,7 +31,11 @@ WORDS = {
     "per_layer_inputs": "embeddings for each layer",
     "layer_scalars": "factors of the residual",
     "beside_mlp": "experts beside an MLP",
+    "delta": "layers with a recurrent state",
+    "output_gate": "gates of the attention output",
+    "shared_expert": "an expert for every token",
 }
+GATED_DELTA = {"delta", "output_gate", "shared_expert"}
 UNEVEN = {
     "head_shapes", "shared_kv", "value_norm", "mlp_widths", "per_layer_inputs", "layer_scalars", "beside_mlp",
 }  # fmt: skip
@@ -39,12 +43,12 @@ SUPPORTED: dict[str, frozenset[str]] = {
     "cpu_decode": frozenset({"softcap", "sinks", "windows", "groups"}),  # engine/worker/cpu/cpu_decode.py
     "compiled": frozenset({"windows", "several_ropes", "groups"}),  # engine/worker/cpu/compiled_decoder.py
     # engine/worker/graphs/cuda_graphs.py and fused_decode.py
-    "graphs": frozenset(WORDS) - {"query_scales"} - UNEVEN,
+    "graphs": frozenset(WORDS) - {"query_scales"} - UNEVEN - GATED_DELTA,
     # The kernels for one token in engine/worker/graphs/fused_decode.py. They need no norms in float32 either.
     "one_token": frozenset({"experts", "softcap", "sinks", "windows", "logit_softcap", "several_ropes", "groups"}),
-    "ranks": frozenset(WORDS) - {"full_qk_norm"} - UNEVEN,  # engine/parallel/shards.py
+    "ranks": frozenset(WORDS) - {"full_qk_norm"} - UNEVEN - GATED_DELTA,  # engine/parallel/shards.py
     # The bounds of engine/model/kv_scales.py assume an RMSNorm before the projections.
-    "fp8_cache": frozenset(WORDS) - {"layer_norm", "no_pre_norms", "full_qk_norm"} - UNEVEN,
+    "fp8_cache": frozenset(WORDS) - {"layer_norm", "no_pre_norms", "full_qk_norm"} - UNEVEN - GATED_DELTA,
 }
 
 
@@ -76,6 +80,9 @@ def traits(config: ModelConfig) -> frozenset[str]:
         "mlp_widths": len(set(config.layer_widths)) > 1,
         "per_layer_inputs": config.per_layer_size > 0,
         "layer_scalars": config.layer_scalars,
+        "delta": config.delta is not None,
+        "output_gate": config.output_gate,
+        "shared_expert": config.experts is not None and config.experts.shared_size > 0,
         "beside_mlp": config.experts is not None and config.experts.beside_mlp,
     }
     return frozenset(name for name, it_has in has.items() if it_has)

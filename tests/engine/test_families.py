@@ -257,7 +257,7 @@ def test_every_trait_that_a_path_may_lack_is_named() -> None:
     assert others == {
         "full_qk_norm", "layer_norm", "pre_norms", "post_norms", "activation", "gated", "softcap", "sinks",
         "logit_softcap", "layer_ropes", "windows", "layer_heads", "kv_source", "keys_as_values", "value_norm",
-        "layer_widths", "per_layer_size", "layer_scalars",
+        "layer_widths", "per_layer_size", "layer_scalars", "delta", "output_gate",
     }  # fmt: skip
 
 
@@ -265,7 +265,7 @@ def test_every_trait_that_a_path_may_lack_is_named() -> None:
     ("name", "nearest"),
     [
         ("Gemma3nForCausalLM", "Gemma 3 (text)"), ("Gemma4AssistantForCausalLM", "Gemma 4"),
-        ("PhiForCausalLM", "Phi-3"), ("Qwen2MoeForCausalLM", "Qwen3-MoE"), ("Qwen3NextForCausalLM", "Qwen3"),
+        ("PhiForCausalLM", "Phi-3"), ("Qwen2MoeForCausalLM", "Qwen3-MoE"), ("Qwen4NextForCausalLM", "Qwen3"),
         ("Qwen3OmniMoeForConditionalGeneration", "Qwen3-MoE"), ("GraniteMoeHybridForCausalLM", "Granite 3"),
         ("OlmoForCausalLM", "OLMo 3"), ("Llama4ForConditionalGeneration", "Llama 2, 3"), ("GlmForCausalLM", "GLM-4"),
         ("DeepseekV3ForCausalLM", "Qwen3-MoE"), ("InternLM3ForCausalLM", "Llama"), ("Mistral4ForCausalLM", "Mistral"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tests.support.models import SMALL, SMALL_EXPERTS, VOCAB
 
@@ -165,6 +167,37 @@ def _gemma4(random: Random, layers: int) -> dict[str, Any]:
     return fields
 
 
+def _gated_delta(random: Random, layers: int) -> dict[str, Any]:
+    key_heads, each = random.choice([1, 2]), random.choice([1, 2, 3])
+    rope = {"rope_type": "default", "rope_theta": 5e3, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    share = random.choice([0.25, 0.5])
+    fields = _maybe(random, rope_parameters=rope | {"partial_rotary_factor": share})
+    if random.random() < 0.5:
+        kinds = ["full_attention", "linear_attention", *random.choices(["linear_attention", "full_attention"], k=2)]
+        fields |= {"layer_types": random.sample(kinds[:layers], layers)}
+    else:
+        fields |= {"full_attention_interval": random.choice([2, layers])}
+    return fields | {
+        "head_dim": 32, "linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * each,
+        "linear_key_head_dim": random.choice([8, 16]), "linear_value_head_dim": random.choice([8, 12]),
+        "linear_conv_kernel_dim": random.choice([2, 3, 4]),
+    }  # fmt: skip
+
+
+def _gated_delta_experts(random: Random, layers: int) -> dict[str, Any]:
+    return _gated_delta(random, layers) | {
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": random.choice([16, 40]),
+    }  # fmt: skip
+
+
+def _qwen3_next(random: Random, layers: int) -> dict[str, Any]:
+    fields = _gated_delta_experts(random, layers) | _maybe(random, norm_topk_prob=False, mlp_only_layers=[1])
+    if "rope_parameters" in fields:
+        fields["rope_parameters"] = {k: v for k, v in fields["rope_parameters"].items() if "mrope" not in k}
+    return fields
+
+
 def _stablelm(random: Random, layers: int) -> dict[str, Any]:
     return {"head_dim": ...} | _maybe(random, use_qkv_bias=True, partial_rotary_factor=0.5, layer_norm_eps=1e-4)
 
@@ -185,10 +218,30 @@ def _norm_in_double(module: Any, x: torch.Tensor) -> torch.Tensor:
     return found * module.weight if module.with_scale else found
 
 
+class InDouble(TorchFunctionMode):
+    """Computes in float64 what a model of transformers computes in float32, whatever its type."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{key: wide(value) for key, value in (kwargs or {}).items()})
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Callable[..., Any]:
+        def in_double(*args: Any, **options: Any) -> Any:
+            with cls():
+                return function(*args, **options)
+
+        return in_double
+
+
 FAMILIES = {
     "granite": _granite, "seed_oss": _seed_oss, "cwm": _cwm, "ministral": _ministral, "ministral3": _ministral3,
     "smollm3": _smollm3, "mixtral": _mixtral, "phi3": _phi3, "olmo2": _olmo, "olmo3": _olmo3, "glm4": _glm4,
     "gemma2": _gemma2, "gemma3_text": _gemma3, "stablelm": _stablelm, "starcoder2": _starcoder2, "gpt_oss": _gpt_oss,
+    "qwen3_5_text": _gated_delta, "qwen3_5_moe_text": _gated_delta_experts, "qwen3_next": _qwen3_next,
     "gemma4_text": _gemma4, "gemma4_unified_text": _gemma4_unified,
 }  # fmt: skip
 
@@ -214,6 +267,8 @@ def checkpoint(kind: str, seed: int, directory: Path, **fields: Any) -> Any:
     for module in model.modules():
         if hasattr(module, "with_scale"):  # Gemma 4's norms, which compute in float32
             module.forward = _norm_in_double.__get__(module)
+    if kind.startswith(("qwen3_5", "qwen3_next")):  # norms and the delta rule
+        model.forward = InDouble.of(model.forward)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_(torch.randn_like(parameter) * (0.2 if "norm" in name else 0.1 if "bias" in name else 0.05))

@@ -15,6 +15,10 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
     "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16,
     "image_size": 28, "patch_size": 14, "embed_dim": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
@@ -31,6 +35,8 @@ IMAGES: dict[str, tuple[str, bool, dict[str, Any]]] = {  # name: (model_type, ti
     "ministral3": ("mistral3", True, {"model_type": "ministral3", "rope_parameters": YARN}),
     "qwen2_vl": ("qwen2_vl", False, {"rope_parameters": MROPE}),
     "qwen2_5_vl": ("qwen2_5_vl", False, {"rope_parameters": MROPE}),
+    "qwen3_5": ("qwen3_5", True, {"rope_parameters": {**MROPE}, **DELTA}),
+    "qwen3_5_moe": ("qwen3_5_moe", False, {"rope_parameters": {**MROPE}, **DELTA, **SMALL_EXPERTS}),
     "qwen3_vl": ("qwen3_vl", True, {"rope_parameters": MROPE}),
     "qwen3_vl_moe": ("qwen3_vl_moe", False, {"rope_parameters": MROPE, **SMALL_EXPERTS}),
 }

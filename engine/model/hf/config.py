@@ -12,6 +12,7 @@ from engine.fields import Fields, shown
 from engine.files import read_json
 from engine.model.config import NO_ROPE, ExpertsConfig, ModelConfig, RopeConfig
 from engine.model.families import ARCHITECTURES, MODEL_TYPES, WITH_IMAGES, Architecture
+from engine.model.hf.delta import read_delta
 from engine.model.hf.foreign_keys import ACTIVATIONS, neutral_values
 from engine.model.hf.layers import LayerReader
 from engine.model.hf.nearest import nearest
@@ -20,6 +21,7 @@ from engine.model.hf.rope import MOST_POSITIONS, RopeReader
 from engine.model.hf.uneven import read_uneven
 
 TIED = "tie_word_embeddings"
+SHARED = "shared_expert_intermediate_size"
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 65_536
 
@@ -85,6 +87,8 @@ class ConfigReader:
             value_norm=arch.uneven,
             layer_scalars=arch.uneven,
             experts=self._experts(arch, layers) if arch.experts else None,
+            delta=read_delta(fields, layers) if arch.delta else None,
+            output_gate=arch.delta,
             dtype=self._dtype(),
         )
         if arch.uneven:
@@ -195,13 +199,14 @@ class ConfigReader:
             biases=arch.clamped,
             limit=self._own(arch, "swiglu_limit", 0.0),
             alpha=self._own(arch, "swiglu_alpha", 0.0),
+            shared_size=fields.count(SHARED) if SHARED in arch.reads.split() else 0,
         )
 
     def _refuse_foreign(self, arch: Architecture, config: ModelConfig) -> None:
         """Refuse settings of other families that this architecture does not support."""
         # If an architecture always has biases, attention_bias is not checked: loading fails if a bias is missing.
         supported = {
-            "layer_types": arch.window != "none",
+            "layer_types": arch.window != "none" or arch.delta,
             "use_sliding_window": arch.window in ("layers", "used"),
             "attention_bias": arch.qkv_bias in (True, "attention_bias"),
             "mlp_bias": arch.mlp_bias == "mlp_bias",
@@ -212,6 +217,8 @@ class ConfigReader:
         neutral = neutral_values(config.hidden_size, config.head_dim, config.num_layers)
         if arch.activation == "gelu":
             neutral |= dict.fromkeys(ACTIVATIONS, ("gelu_pytorch_tanh",))
+        if arch.delta:
+            neutral["attn_output_gate"] = (True,)
         if arch.layer_norm:
             neutral["norm_type"] = ("layer_norm",)
         if arch.window == "none":

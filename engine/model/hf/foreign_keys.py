@@ -18,7 +18,7 @@ SWITCHES = """
     moe_router_logit_softcapping mlp_gate_softcap mlp_up_softcap clip_qkv qk_l2_clip_threshold swiglu_limit
     activation_sparsity_pattern
     use_qk_norm qk_norm qk_layernorm use_sandwich_norm use_post_norm use_attention_gate gating gated_norm_rank
-    apply_residual_connection_post_layernorm use_parallel_residual parallel_residual parallel_attn
+    attn_output_gate apply_residual_connection_post_layernorm use_parallel_residual parallel_residual parallel_attn
     new_decoder_architecture add_out_norm
     use_bidirectional_attention bidirectional prefix_lm is_encoder_decoder add_cross_attention
     attention_chunk_size dual_chunk_attention_config use_dual_chunk_attention sliding_window_pattern

@@ -94,6 +94,8 @@ class RopeReader:
                 f"asks for rope type {shown(kind)}: supported are {', '.join(self._kinds)}; name one of them"
             )
         known = ROPE_COMMON | ROPE_KEYS[kind]
+        if "mrope_section" in self._arch.reads:  # a token of text has the same place in time, height and width
+            known |= {"mrope_section", "mrope_interleaved"}
         if "llama_4_scaling_beta" in self._arch.reads:
             known |= {"llama_4_scaling_beta", "max_position_embeddings"}
         for key in raw.keys() - known:

@@ -81,8 +81,9 @@ class CPUDecode:
     @staticmethod
     def supports(decoder: Decoder) -> bool:
         """Returns True if the class can run the model with float32 activations and keys."""
-        known = isinstance(decoder.layers[0].qkv, (torch.Tensor, ByteWeight))
-        return known and not lacking(decoder.config, "cpu_decode")
+        if lacking(decoder.config, "cpu_decode"):
+            return False
+        return isinstance(decoder.layers[0].qkv, (torch.Tensor, ByteWeight))
 
     def logits(
         self, tokens: np.ndarray, positions: np.ndarray, slots: list[np.ndarray], attention: AttentionBackend

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from engine.kernels import moe, norms
+from engine.kernels import delta, moe, norms
 from engine.model import ops
 from engine.model.experts import Experts
 
-silu_mul = norms.silu_mul
+silu_mul, causal_conv, delta_rule = norms.silu_mul, delta.causal_conv, delta.delta_rule
 
 
 def qk_norm_rope_store(

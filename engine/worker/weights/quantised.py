@@ -65,7 +65,7 @@ def weight_bytes(
     the checkpoint `directory`, some matrices may not be quantised: then all layers are counted, as for models whose
     layers differ in their sizes. None: all of them are.
     """
-    if (kind == KEPT and directory is not None) or model.layer_scalars:
+    if (kind == KEPT and directory is not None) or model.layer_scalars or model.delta is not None:
         return _without_memory(kind, model, dtype, group, directory).nbytes
     sparse = model.experts.layers if model.experts is not None else (False,) * model.num_layers
     total = 0
