@@ -122,6 +122,7 @@ def _in_eights(cells: int) -> int:
     return cells - cells % 8 if cells > 8 else cells
 
 
+PAIR = 1 << 20  # more than the greatest value of a cell
 GLOW_SHARE = 0.25  # a cell is highlighted if at least this share of its blocks has changed
 
 
@@ -166,6 +167,7 @@ tokens.""")
         self.grid = grid(1, 1, 1)
         self._cells = np.empty((0, 0), np.int64)
         self._cell_rows: list[Runs] = []
+        self._pairs: dict[int, Run] = {}  # the half cells of `_drawn_for`
         self._drawn_for: tuple[Grid, int, list[tuple[str, str]]] | None = None  # grid, width, looks of `_cell_rows`
 
     # ---- the picture
@@ -234,11 +236,12 @@ tokens.""")
         if self._drawn_for == drawn_for:
             stale = (cells != self._cells).any(1)
         else:
+            self._pairs.clear()
             stale = np.ones(lines, bool)
             self._cell_rows = [()] * lines
         for y in np.flatnonzero(stale):
             if g.halves > 1:
-                self._cell_rows[y] = _half_runs(cells[y].reshape(2, g.per_row), layer.looks, width)
+                self._cell_rows[y] = _half_runs(cells[y].reshape(2, g.per_row), layer.looks, width, self._pairs)
                 continue
             self._cell_rows[y] = _runs(cells[y], layer.looks, g, width, g.first + int(y) * g.per_row)
         self._cells, self._drawn_for = cells, drawn_for
@@ -377,24 +380,35 @@ def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int, 
     return Line(runs)
 
 
-def _half_runs(cells: np.ndarray, looks: list[tuple[str, str]], width: int) -> Runs:
-    """Returns one line of two rows of cells [2, cells in a row], with values as for `_runs`."""
+def _half_runs(cells: np.ndarray, looks: list[tuple[str, str]], width: int, pairs: dict[int, Run]) -> Runs:
+    """Returns one line of two rows of cells [2, cells in a row], with values as for `_runs`. `pairs`: keeps the glyph
+    and style of each pair of values, for these looks."""
     runs: list[Run] = []
-    ends = [*(np.flatnonzero((cells[:, 1:] != cells[:, :-1]).any(0)) + 1).tolist(), cells.shape[1]]
+    both = (cells[0] + 1) * PAIR + cells[1] + 1
+    at = np.flatnonzero(both[1:] != both[:-1]) + 1
+    ends = [*at.tolist(), len(both)]
     start = 0
-    for end in ends:
-        upper, lower = (_fill(int(value), looks) for value in cells[:, start])
-        if not upper and not lower:
-            run = (" " if cells[0, start] < 0 else glyphs().free, "free")
-        elif upper == lower:
-            run = (glyphs().busy, upper)
-        elif not upper:
-            run = (glyphs().filling, lower)
-        else:
-            run = (glyphs().kernels, f"{upper} on {lower}" if lower else upper)
+    for end, pair in zip(ends, both[[0, *ends[:-1]]].tolist(), strict=True):
+        run = pairs.get(pair)
+        if run is None:
+            run = pairs[pair] = _half_cell(pair // PAIR - 1, pair % PAIR - 1, looks)
         runs.append((run[0] * (end - start), run[1]))
         start = end
-    return Row().extend(runs).done(width)
+    if start < width:
+        runs.append((" " * (width - start), "ink"))
+    return Line(runs)
+
+
+def _half_cell(above: int, below: int, looks: list[tuple[str, str]]) -> Run:
+    """Returns the glyph and the style of a cell with two values."""
+    upper, lower = _fill(above, looks), _fill(below, looks)
+    if not upper and not lower:
+        return " " if above < 0 else glyphs().free, "free"
+    if upper == lower:
+        return glyphs().busy, upper
+    if not upper:
+        return glyphs().filling, lower
+    return glyphs().kernels, f"{upper} on {lower}" if lower else upper
 
 
 def _fill(value: int, looks: list[tuple[str, str]]) -> str:
