@@ -42,7 +42,7 @@ class HitCard(Bar):
 
     def paint(self, view: View) -> int:
         """Paint the card, or hide it."""
-        self._hit = last_hit(view) if view.history.loaded and self.screen.size.height >= LEAST_ROWS else None
+        self._hit = last_hit(view) if view.history.loaded and self.app.size.height >= LEAST_ROWS else None
         wanted = self._hit is not None and self._hit.lane.id != self._hidden_for
         if self.display != wanted:
             self.display = wanted
