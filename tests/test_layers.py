@@ -42,6 +42,7 @@ MINITUI_LEVELS = (
     ("sources", "server"),
     ("chat", "viewmodel", "web", "bench", "vllm"),
     ("teaching", "whatif"),
+    ("prefix",),
     ("tui",),
     ("export",),
     ("cli",),

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.errors import how_to_install
+from engine.errors import EngineError, how_to_install
 from engine.fields import listed
 from minitui.visible import json_text
 
@@ -32,13 +32,42 @@ SIZES = {  # model -> its weights, and how many of them are in the embedding and
 }  # fmt: skip
 
 
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """List what this machine can run, and which optional parts are installed.
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            help="Say why requests did not find their beginning in the cache: a log of `minitui proxy`, or a "
+            "recording.",
+            metavar="FILE",
+        ),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Of --prefix: print Markdown.")] = False,
+    fail_below: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1,
+            help="Of --prefix: exit with 1 if less than this share of what could have been cached was cached.",
+        ),
+    ] = None,
+) -> None:
+    """List what this machine can run, and which optional parts are installed; or examine the prefixes of a session.
+
+    \b
+      minitui doctor
+      minitui doctor --prefix run.jsonl --fail-below 0.8
+      minitui doctor --prefix run.trace --markdown
 
     With --json, "fits" has the kinds of weights that fit into the memory, each with the least time of a token in ms;
     "weights" is the kind that a bfloat16 checkpoint gets by itself ("none": "dtype");
     "modules" has versions. null means not known, or not installed.
     """
+    if prefix is not None:
+        from minitui.cli.prefix import run_doctor
+
+        raise typer.Exit(run_doctor(prefix, json, markdown, fail_below))
+    if markdown or fail_below is not None:
+        raise EngineError("--markdown and --fail-below belong to --prefix")
     found = examine()
     print(json_text(found, indent=2) if json else "\n".join(report(found)))
 

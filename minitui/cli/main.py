@@ -22,6 +22,7 @@ from minitui.cli.compare import compare
 from minitui.cli.doctor import doctor
 from minitui.cli.inspect import inspect
 from minitui.cli.models import models
+from minitui.cli.prefix import proxy
 from minitui.cli.recordings import replay
 from minitui.cli.serve import ServeCommand, serve
 from minitui.cli.tail import tail
@@ -59,7 +60,7 @@ that shows all of it live.
   minitui doctor                        list what this machine can run
   minitui models                        list the models in the local cache""",
 )
-for command in (chat, inspect, ask, chats, demo, lesson, compare, replay, advise, tail, doctor, models, verify):
+for command in (chat, inspect, ask, chats, demo, lesson, compare, replay, advise, tail, proxy, doctor, models, verify):
     app.command()(command)
 app.command(cls=ServeCommand)(serve)
 app.command(context_settings=PASS_ON)(bench)

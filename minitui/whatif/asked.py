@@ -42,6 +42,8 @@ class Asked:
     known: array[int] = field(default_factory=lambda: array("i"))  # the ids at its beginning
     before: int = 0  # tokens with KV when the recording began, of a request that had been admitted before
     after: Asked | None = None  # the request of the same chat whose answer came before it
+    cached: int = 0  # tokens of the prompt that came from the cache
+    match: tuple[str, int, str] = ("", 0, "")  # as in the record `match`; "" if it was not admitted
     at_step: int = -1  # the last step planned when it came
     ended_step: int = -1
 
@@ -209,6 +211,7 @@ class _Folding(Reader):
     def _look(self, view: RequestView) -> None:
         """Keep the text of a request's full blocks, if it is longer than what is known."""
         one = self.taken[view.id]
+        one.cached, one.match = view.cached_tokens, view.match
         size = self.state.block_size
         if view.contents:
             if len(view.contents) * size > len(one.known):

@@ -1,0 +1,60 @@
+"""`minitui doctor --prefix` on a log of the proxy, and on recordings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from typer.testing import CliRunner
+
+from minitui.cli.main import app
+from minitui.prefix.recorded import findings_of
+from minitui.prefix.session import FORMAT
+from minitui.trace.reader import TraceReader
+from tests.prefix.test_diagnose import PLANTED, Session
+from tests.whatif.test_play import BASE, real
+
+
+def logged(path, cause: str):
+    s = Session(3, "openai", False)
+    for turn in range(6):
+        if turn == 3:
+            PLANTED[cause](s)
+        s.ask()
+    path.write_text("\n".join([json.dumps({"format": FORMAT}), *(turn.to_json() for turn in s.turns)]))
+
+
+def doctor(*arguments: object):
+    return CliRunner().invoke(app, ["doctor", "--prefix", *map(str, arguments)])
+
+
+def test_the_summary_and_the_exit_code(tmp_path):
+    logged(tmp_path / "log", "tools reordered")
+    text = doctor(tmp_path / "log").stdout
+    assert "request 3: tools reordered (client): " in text and "What cost most:\n  tools reordered: " in text
+    assert "Change: send the tools in the same order each time." in text
+    data = json.loads(doctor(tmp_path / "log", "--json").stdout)
+    assert [one["cause"] for one in data["requests"]] == ["first", "none", "none", "tools reordered", "none", "none"]
+    summary = data["summary"]
+    assert 0 < summary["cached"] < summary["could"] < 1
+    assert summary["causes"][0]["seconds"] > 0
+    kept = summary["kept"]
+    assert doctor(tmp_path / "log", "--fail-below", kept - 0.01).exit_code == 0
+    assert doctor(tmp_path / "log", "--fail-below", kept + 0.01).exit_code == 1
+    assert "| tools reordered | client | 1 |" in doctor(tmp_path / "log", "--markdown").stdout
+
+
+def test_an_eviction_in_a_recording_is_named_and_nothing_is_invented(tmp_path):
+    real(tmp_path / "roomy.trace", replace(BASE, blocks=2000), 1, closed=True, salts=False)
+    assert {one.cause for one in findings_of(TraceReader(tmp_path / "roomy.trace"))} <= {"first", "none"}
+    real(tmp_path / "small.trace", replace(BASE, blocks=70), 1, closed=True, salts=False)
+    small = findings_of(TraceReader(tmp_path / "small.trace"))
+    evicted = [one for one in small if one.cause == "eviction"]
+    assert len(evicted) > 5 and all("evicted at step" in one.where for one in evicted)
+    assert len(small) == 42
+
+
+def test_a_salt_in_a_recording_is_named(tmp_path):
+    real(tmp_path / "run.trace", replace(BASE, blocks=2000), 1)
+    causes = [one.cause for one in findings_of(TraceReader(tmp_path / "run.trace"))]
+    assert "salt" in causes and set(causes) <= {"first", "none", "salt"}
