@@ -18,7 +18,7 @@ MATCH_REASONS = {
         "a recurrent state can only go on where one was kept",
     ),
     "window": (
-        "full attention has {at} tokens, a window's pages serve {cached}: {again} tokens again",
+        "full attention has {at} tokens, the pages of {group} serve {cached}: {again} tokens again",
         "the pages behind a window leave the cache first",
     ),
 }
@@ -84,10 +84,16 @@ def ordinal(n: int) -> str:
     return f"{n}{suffix}"
 
 
-def match_reason(stop: str, at: object, cached: int | None = None) -> str:
+def match_reason(
+    stop: str, at: object, cached: int | None = None, detail: str = "", again_ms: float | None = None
+) -> str:
     """Returns why a prefix match ended: "differs at token 1,112". An unknown `stop` is returned unchanged. `cached`:
-    the number of tokens that it took; None: unknown, but some."""
+    the number of tokens that it took; None: unknown, but some. `detail`: of the match; it names the group that cut the
+    hit. `again_ms`: the time of the tokens that are computed again."""
     words, _ = MATCH_REASONS.get(stop, (stop, ""))
+    words = words.replace("{group}", detail.partition("cut by ")[2] or "a window")
+    if again_ms is not None and "{again}" in words:
+        words += f", {duration(again_ms)}"
     if cached == 0:
         words = words.replace("the rest", "the beginning")
     again = at - cached if isinstance(at, int) and cached is not None else None
@@ -100,6 +106,7 @@ def match_reasons() -> str:
     """Returns a line for each reason with its explanation, for help texts."""
     lines = []
     for words, why in MATCH_REASONS.values():
-        shown = words.replace("{at}", "n").replace("{cached}", "m").replace("{again}", "n - m")
+        shown = words.replace("{group}", "a window")
+        shown = shown.replace("{at}", "n").replace("{cached}", "m").replace("{again}", "n - m")
         lines.append(f"  {shown:<33} {why}" if len(shown) <= 33 else f"  {shown}\n  {'':<33} {why}")
     return "\n".join(lines)

@@ -41,6 +41,13 @@ class Metrics(Reader):
                            "sleep_state")  # fmt: skip
         self.usage = Gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that requests use, 0 to 1.")
         self.cached = Gauge("minitui_kv_cache_cached_ratio", "Share of KV blocks that are cached but unused, 0 to 1.")
+        self.side_usage = Gauge(
+            "minitui_side_cache_usage_ratio", "Share of a side group's pages or slots that requests use.", "group"
+        )
+        self.side_cached = Gauge(
+            "minitui_side_cache_cached_ratio", "Share of a side group's pages or slots that are cached but unused.",
+            "group",
+        )  # fmt: skip
         self.unused = Gauge("minitui_kv_cache_unused_slots", "Slots of the requests' blocks that hold no token.")
         self.again = Gauge(
             "minitui_tokens_computed_again", "Tokens computed more than once since the engine began, by cause.", "cause"
@@ -235,6 +242,10 @@ class Metrics(Reader):
         for gauge in (self.usage, self.old_usage):
             gauge.set((state.counts[ACTIVE] + state.counts[SHARED]) / total)
         self.cached.set(state.counts[CACHED] / total)
+        for pool in state.groups:
+            _, active, shared, cached = pool.counts
+            self.side_usage.set((active + shared) / pool.total, pool.group.name)
+            self.side_cached.set(cached / pool.total, pool.group.name)
         waste = waste_of(state)
         self.unused.set(waste.unused_slots)
         for cause, tokens in asdict(waste.again).items() if waste.again is not None else ():

@@ -73,6 +73,11 @@ class SidePool:
         """The number of pages with one holder."""
         return self.total - self.available - self.num_shared
 
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """The numbers of (free, active, shared, cached) pages, like State.counts of the blocks."""
+        return len(self.free), self.num_active, self.num_shared, len(self.idle)
+
     def take(self, n: int) -> list[int]:
         """Returns `n` free pages, now with one holder. There must be as many."""
         pages = self.free[len(self.free) - n :][::-1]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 from engine.trace.kind import Reader, kind_of, named
 from engine.trace.records import CLEARED
-from minitui.text import duration
+from minitui.text import count, duration
 from minitui.trace.play_clock import LONGEST_PAUSE
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.compare.runs import Run
 from minitui.viewmodel.history.lane import OPEN, Lane
+from minitui.viewmodel.state.side_groups import strips, unit
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.narrate import narrate
 from minitui.viewmodel.words.teller import Line, Teller
@@ -19,7 +21,7 @@ from minitui.visible import visible, visible_line
 
 MOST_LINES = 4000  # longer texts are hard to read
 NARRATED = frozenset(  # kinds of events without a line of their own: the text of their step includes them
-    {"admit", "hit", "miss", "evict", "preempt", "finish", "wait", "submit"}
+    {"admit", "hit", "miss", "evict", "lose", "preempt", "finish", "wait", "submit"}
 )
 
 
@@ -45,6 +47,8 @@ def _head(reader: TraceReader) -> list[str]:
     info = reader.info
     where = f"{info.model} on {info.device}"
     pool = f"{info.num_blocks:,} blocks of {info.block_size} tokens"
+    for strip in strips(reader.part(0).state)[1:]:
+        pool += f", {strip.name}: {count(strip.total, strip.unit)}"
     seconds = reader.end_t - reader.begin_t
     span = f"{seconds:.2f} s of the engine's clock"
     if seconds - reader.seconds > 0.05:
@@ -73,6 +77,7 @@ class _Totals(Reader):
 
     def __init__(self, reader: TraceReader) -> None:
         self.computed = self.cached = self.resumed = self.steps = self.evicted = self.cleared = self.preemptions = 0
+        self.lost: Counter[int] = Counter()  # by side group: pages evicted
         self._before = reader.step_before
         self._preempted = {id for id, r in reader.part(0).snapshot["requests"].items() if r["preemptions"]}
 
@@ -93,6 +98,9 @@ class _Totals(Reader):
             self.cleared += blocks
         else:
             self.evicted += blocks
+
+    def on_lose(self, group: int, pages: list[int]) -> None:
+        self.lost[group] += len(pages)
 
     def on_preempt(self, kind: str, request: int) -> None:
         self.preemptions += kind == "preempt"
@@ -121,6 +129,10 @@ def _figures(reader: TraceReader, view: View, lanes: dict[int, Lane]) -> list[st
         *([("tokens from the cache again, after a preemption", f"{totals.resumed:,}")] if totals.resumed else []),
         *([("reply tokens", f"{run.figures.replies:,}")] if whole else []),
         ("blocks evicted", f"{totals.evicted:,}"),
+        *(
+            (f"{unit(pool.group)}s of {pool.group.name} evicted", f"{totals.lost[index]:,}")
+            for index, pool in enumerate(view.history.live.state.groups)
+        ),
         *([("blocks cleared", f"{totals.cleared:,}")] if totals.cleared else []),
         ("preemptions", f"{totals.preemptions:,}"),
     ]

@@ -24,6 +24,7 @@ from minitui.viewmodel.history.lane import OPEN, Lane
 from minitui.viewmodel.history.lanes import Lanes
 from minitui.viewmodel.history.spans import LAUNCH_OR_WAIT, Span, Timeline
 from minitui.viewmodel.history.steps import StepRow, Steps
+from minitui.viewmodel.state.side_groups import strips, unit
 from minitui.visible import json_text
 
 HOST, DEVICE, REQUESTS = 1, 2, 3  # Perfetto groups tracks by process
@@ -99,6 +100,11 @@ class _Converter(Reader):
         args = {"node": node, "reason": reason}
         return {"pid": HOST, "tid": STAGES, "name": f"evict {count(blocks, 'block')}", "args": args}
 
+    def on_lose(self, group: int, pages: list[int], reason: str) -> Event:
+        side = self.state.groups[group].group
+        what = f"evict {count(len(pages), unit(side))} of {side.name}"
+        return {"pid": HOST, "tid": STAGES, "name": what, "args": {"reason": reason}}
+
     def on_fail(self, step: int, error: str) -> Event:
         return {"pid": HOST, "tid": STAGES, "name": f"step {step} failed", "args": {"error": error}}
 
@@ -107,7 +113,7 @@ class _Converter(Reader):
 
     def on_match(self, request: int, tokens: int, stop: str, at: int, detail: str) -> Event | None:
         hit = "cached again" if self.lanes.resumed(request) else "hit"
-        args = {"why the match ended": match_reason(stop, at, tokens), "detail": detail}
+        args = {"why the match ended": match_reason(stop, at, tokens, detail), "detail": detail}
         return self._of_request(request, f"{hit}: {tokens} tokens" if tokens else "miss", **args)
 
     def on_preempt(self, request: int, reason: str) -> Event | None:
@@ -125,6 +131,9 @@ class _Converter(Reader):
         free, active, shared, cached = self.state.counts
         values = {"active": active, "shared": shared, "cached": cached, "free": free}
         yield {"ph": "C", "pid": HOST, "name": "KV blocks", "args": values}
+        for strip in strips(self.state)[1:]:
+            values = dict(zip(("free", "active", "shared", "cached"), strip.counts, strict=True))
+            yield {"ph": "C", "pid": HOST, "name": f"{strip.name}: {strip.unit}s", "args": values}
         running = sum(1 for request in self.state.requests.values() if request.state == "running")
         yield {
             "ph": "C", "pid": HOST, "name": "requests",

@@ -18,7 +18,8 @@ EVENTS_KEPT = 20_000
 SHORTEST_PAUSE_MS = 1.0  # shorter pauses are not mentioned
 EVENTS_ALWAYS = 4_000  # this many of the newest events are kept even after their records are dropped
 MOST_AHEAD = 8  # the most steps that are planned before the results of a step
-KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse", "fail", "pace")
+PAGES = ("take", "borrow", "drop", "keep", "lose")  # kinds of records about the pages and slots of side groups
+KINDS = ("admit", "hit", "miss", "evict", "lose", "preempt", "finish", "wait", "refuse", "fail", "pace", *PAGES[:-1])
 
 
 class Event(NamedTuple):
@@ -114,7 +115,7 @@ class Events:
 _RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step being planned else 0)
     "admit": ("admit", 1), "match": ("hit", 1), "preempt": ("preempt", 1), "requeue": ("preempt", 0),
     "finish": ("finish", 0), "wait": ("wait", 1), "refuse": ("refuse", 0), "fail": ("fail", 0), "gate": ("pace", 0),
-    "pace": ("pace", 0),
+    "pace": ("pace", 0), **{kind: (kind, 1) for kind in PAGES},
 }  # fmt: skip
 
 
@@ -125,10 +126,11 @@ def looked_up(event: Event) -> int:
 
 def describe(
     event: Event, lane: Lane | None, quote: str = "", short: bool = False, tok_s: float | None = None,
-    order: str = EVICTION_POLICIES["lru"].words,
+    order: str = EVICTION_POLICIES["lru"].words, why: str = "",
 ) -> str:
     """Returns the event as a sentence, or in few words if `short`. `lane`: the lane of its request, if known. `quote`:
-    the evicted text; empty: not known. `tok_s`: of a finished request. `order`: words of the eviction policy."""
+    the evicted text; empty: not known. `tok_s`: of a finished request. `order`: words of the eviction policy. `why`:
+    why a match ended, if the record does not say all of it."""
     record = event.record
     kind, name = record.kind, f"r{event.request}"
     if kind == "admit":
@@ -137,7 +139,7 @@ def describe(
             return f"{name} again" if again else name
         return f"{name} is admitted again after its preemption" if again else f"{name} is admitted{_arrival(lane)}"
     if kind == "match":
-        reason = match_reason(record.stop, record.at, record.tokens)
+        reason = why or match_reason(record.stop, record.at, record.tokens, record.detail)
         if record.tokens <= 0:
             return f"{name}: {reason}" if short else f"{name} takes nothing from the tree · {reason}"
         if short:

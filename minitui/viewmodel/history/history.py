@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.trace.kind import Reader, Record, kind_of, named, seq_of, time_of
 from engine.trace.state import State
-from minitui.viewmodel.history.events import Events
+from minitui.viewmodel.history.events import EVENTS_ALWAYS, PAGES, Events
 from minitui.viewmodel.history.experts import ExpertLoads
 from minitui.viewmodel.history.lanes import Lanes
 from minitui.viewmodel.history.rates import Rates
@@ -53,6 +53,7 @@ class History(Reader):
         self.lanes = Lanes()
         self.tokens = TokenTimes(self.steps, self.lanes)
         self.events = Events()
+        self.pages = Events(EVENTS_ALWAYS)  # what happened to the pages of side groups
         self.block_log: deque[BlockEvent] = deque(maxlen=BLOCK_EVENTS_KEPT)
         self.first_tokens = FirstTokens()
         self.experts = ExpertLoads()
@@ -122,6 +123,7 @@ class History(Reader):
     def _fold_history(self, records: list[tuple[Record, Any]]) -> None:
         """Fold the records that AnnotatedState.fold returned."""
         events, lanes, steps, reads = self.events, self.lanes, self.steps, self.READS
+        pages = self.pages if self.live.state.groups else None
         for record, found in records:
             kind = kind_of(record)
             if kind == "evict":  # the most frequent kind; it belongs to no lane
@@ -134,6 +136,10 @@ class History(Reader):
                 continue
             self.rates.advance(time_of(record))
             if kind not in TIMINGS:
+                if pages is not None and kind in PAGES:
+                    pages.fold(record, lanes.step)
+                    if kind != "lose":
+                        continue
                 step = lanes.ending if kind == "finish" else lanes.step
                 events.fold(record, step, -1 if kind != "match" or found is None else found[0])
                 lanes.read_at(record, self.rates.now)

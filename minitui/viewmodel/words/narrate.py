@@ -13,11 +13,13 @@ from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.records import CLEARED
 from minitui.text import count, listed, match_reason
 from minitui.viewmodel.explain.causes import explain
+from minitui.viewmodel.explain.cut_hits import CUT
 from minitui.viewmodel.explain.timing import took_words, why_slow
 from minitui.viewmodel.history.events import Event, looked_up
 from minitui.viewmodel.history.lane import DECODING, Lane
 from minitui.viewmodel.history.steps import StepRow
 from minitui.viewmodel.view import View
+from minitui.viewmodel.words.page_words import page_sentences
 
 NAMED = 3  # a sentence names at most this many requests; the others are only counted
 FINISHES = {
@@ -34,7 +36,7 @@ def narrate(view: View, step: int) -> str:
     admitted = {event.request for event in events if event.kind == "admit"}
     sentences = [
         *_failures(events), *_preemptions(events), *_admissions(view, row, events), *_evictions(view, events),
-        *computed(view, row, admitted), *_waiting(events), *_finishes(events),
+        *computed(view, row, admitted), *_pages(view, step), *_waiting(events), *_finishes(events),
     ]  # fmt: skip
     if sentences and (why := why_long(view, row)):
         sentences.append(f"It took {took_words(row)} ({why}).")
@@ -143,11 +145,12 @@ def _prompt(
 
 def _match_text(match: Event, total: int, block_size: int) -> str:
     """Returns the part of the sentence on what the request's prefix match found in the tree."""
+    reason = match_reason(match.record.stop, match.record.at, match.record.tokens, match.record.detail)
     if match.kind == "hit":
         taken = match.record.tokens
         where = f"being computed by r{match.writer} already" if match.writer >= 0 else "in the tree already"
-        return f": the first {taken:,} of its {total:,} tokens are {where} ({count(taken // block_size, 'block')})"
-    reason = match_reason(match.record.stop, match.record.at, 0)
+        cut = f"; {reason}" if match.record.stop in CUT else ""
+        return f": the first {taken:,} of its {total:,} tokens are {where} ({count(taken // block_size, 'block')}){cut}"
     return f": none of its tokens are in the tree ({reason})"
 
 
@@ -224,6 +227,12 @@ def _new_blocks(view: View, row: StepRow, decoding: list[int]) -> str:
     if len(decoding) == 1:
         return f", the first token of block {begun[0][1]}"
     return "; " + listed([f"r{id} starts block {block}" for id, block in begun])
+
+
+def _pages(view: View, step: int) -> list[str]:
+    """Returns a sentence for each side group of which pages or slots changed hands."""
+    records = [event.record for event in view.history.pages.of_step(step)]
+    return page_sentences(records, [pool.group for pool in view.history.live.state.groups])
 
 
 def _waiting(events: list[Event]) -> list[str]:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engine.trace.waste import copies_of
-from minitui.text import count, match_reason, ms, ranges
+from minitui.text import count, listed, ms, ranges
+from minitui.viewmodel.explain.cut_hits import why_ended
 from minitui.viewmodel.explain.timing import why_slow
 from minitui.viewmodel.history.spans import parts_of
 from minitui.viewmodel.history.steps import StepRow
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.state.annotated_state import STATE_NAMES
+from minitui.viewmodel.state.side_groups import held_words, kept_words, of_block, unit
 from minitui.viewmodel.state.tree import quoted, without_markup
 from minitui.viewmodel.words.request_words import first_token_words, why_first
 
@@ -72,8 +74,9 @@ def _request(view: View, id: int) -> Story:
     if lane is not None:
         figures = Requests().of(view, lane)
         from_tree = f"{figures.cached_tokens:,} of {lane.prompt_tokens:,} tokens came from the tree"
-        stop, at, _ = (lane.stop, lane.stop_at, "") if request is None else request.match
-        story.tell("prompt", from_tree + (f"; {match_reason(stop, at, figures.cached_tokens)}" if stop else ""))
+        stop, at, detail = (lane.stop, lane.stop_at, "") if request is None else request.match
+        why = why_ended(view.history, lane, stop, at, figures.cached_tokens, detail)
+        story.tell("prompt", from_tree + (f"; {why}" if stop else ""))
         if figures.first_ms is not None:
             story.tell("first token", first_token_words(figures, why_first(view, figures)))
         drafted, accepted = lane.drafted, lane.accepted
@@ -98,6 +101,8 @@ def _request(view: View, id: int) -> Story:
         if private:
             why = "not full, or with tokens not known yet"
             story.tell("private", f"{count(private, 'block')} not in the tree yet: {why}")
+        for pool, pages in zip(state.groups, request.side, strict=True):
+            story.tell(pool.group.name, held_words(pool, pages, size))
     return story
 
 
@@ -157,6 +162,10 @@ def _block(view: View, block: int) -> Story:
     elif shown.holders_of(block):
         why = "not in the tree yet, because the block is not full or has tokens not known yet"
         story.tell("tokens", f"private: {why if view.history.caching else 'the prefix cache is off'}")
+    for pool, page, held in of_block(state, block):
+        name = "checkpoint" if pool.group.kind == "state" else "page"
+        by = f"read by {listed([f'r{request.id}' for request, _ in held])}" if held else "cached"
+        story.tell(pool.group.name, f"{name} in {unit(pool.group)} {page:,}, {by}")
     copies = copies_of(state, block)
     if copies:
         story.tell("copies", f"the same text is also in {ranges(sorted(copies))}")
@@ -189,6 +198,8 @@ def _node(view: View, id: int) -> Story:
     else:
         story.tell("users", f"none; evict #{view.moment.tree.eviction(shown).rank(node):,}")
     story.tell("saved", f"{count(shown.saved_by(node), 'prompt token')} taken from this node, not computed")
+    for pool in shown.state.groups:
+        story.tell(pool.group.name, kept_words(shown.state, pool, node))
     parent = shown.state.nodes[node.parent]
     if parent.id:
         text = view.moment.tree.text(shown.state, parent, view.texts.decode)[1]

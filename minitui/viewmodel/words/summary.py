@@ -8,6 +8,7 @@ from engine.trace.views import FREE
 from minitui.text import count, exact
 from minitui.viewmodel.explain.limits import Limit, OtherPrograms, limits
 from minitui.viewmodel.state.eviction import free_words, is_under_pressure, pressure_words
+from minitui.viewmodel.state.side_groups import Strip, eviction_words, strips
 from minitui.viewmodel.state.tree import TreeRow, quoted
 from minitui.viewmodel.view import View
 
@@ -29,6 +30,7 @@ def summary(view: View) -> list[str]:
         f"the cache saved {saved} {view.moment.last_minute}{working}{share}{again}",
         f"evicted next: {nodes or 'nothing, requests hold all cached texts'} · {free_words(state)}",
     ]
+    texts += [f"{pool.group.name}: evicted next {eviction_words(state, pool)}" for pool in state.groups]
     if is_under_pressure(state):
         blocks = pressure_words(state, view.moment.tree.eviction(live), MOST_BLOCKS)
         texts.append(f"few free blocks: the next allocations take {blocks}")
@@ -47,9 +49,17 @@ def summary_json(view: View) -> dict[str, Any]:
         "tokens_cached_after_preemption": reused.resumed,
         "free_blocks_first": view.history.live.state.counts[FREE],
         "evicted_next": [{"node": node.node, "tokens": node.tokens, "name": _name(node)} for node in evicted],
+        **({"groups": list(map(_strip, groups))} if (groups := strips(view.history.live.state)) else {}),
         "limits": [_limit(one) for one in found if isinstance(one, Limit) or one.limit],
         "text": summary(view),
     }
+
+
+def _strip(strip: Strip) -> dict[str, Any]:
+    free, active, shared, cached = strip.counts
+    return {
+        "name": strip.name, "unit": strip.unit, "free": free, "active": active, "shared": shared, "cached": cached,
+    }  # fmt: skip
 
 
 def _limit(limit: OtherPrograms | Limit) -> dict[str, Any]:

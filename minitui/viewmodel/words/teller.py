@@ -28,7 +28,7 @@ SUMMARY_S = 60.0  # of engine time, between two summaries
 STALL_S = 1.0  # without results for this long, a line says so; another one each time that the time has doubled
 LONGEST_RUN_S = 2.0  # a run of decode steps that lasts longer gets several lines
 # Kinds of events that the text of the event does not name.
-KIND_PREFIXES = {"evict": "eviction: ", "refuse": "refused: ", "fail": "failure: "}
+KIND_PREFIXES = {"evict": "eviction: ", "lose": "eviction: ", "refuse": "refused: ", "fail": "failure: "}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,11 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from engine.trace.eviction import EVICTION_POLICIES
-from minitui.viewmodel.history.events import Event, describe
+from minitui.viewmodel.explain.cut_hits import CUT, why_ended
+from minitui.viewmodel.history.events import PAGES, Event, describe
 from minitui.viewmodel.history.history import History
 from minitui.viewmodel.state.tree import is_hidden, quoted, without_markup
+from minitui.viewmodel.words.page_words import page_event
 
 QUOTE_WIDTH = 28
 EVENTS_KEPT = 2000  # sentences
@@ -41,6 +43,9 @@ class Texts:
         if event.kind == "refuse" and event.record.group:  # a refused request has no number: name its chat
             return f"chat {self.group_name(event.record.group)} · {event.record.reason}"
         history = self.history
+        if event.kind in PAGES:
+            state, record = history.live.state, event.record
+            return page_event(record, state.groups[record.group].group, state.block_size, short)
         lane = history.lanes.lanes.get(event.request)
         if short:
             return describe(event, lane, short=True)
@@ -56,6 +61,10 @@ class Texts:
                 words = describe(event, lane, tok_s=None if stats is None else stats.tok_s)
                 if lane.finish_step > history.steps.committed:  # its last token has no time yet
                     return words
+            elif event.kind == "hit" and event.record.stop in CUT:
+                record = event.record
+                why = why_ended(history, lane, record.stop, record.at, record.tokens, record.detail)
+                return describe(event, lane, why=why)  # not kept: the time is known when its prefill ends
             else:
                 words = describe(event, lane, quote, order=EVICTION_POLICIES[history.live.state.eviction_policy].words)
             self._events[event.seq] = words

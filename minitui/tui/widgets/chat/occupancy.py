@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from engine.trace.state import State
 from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from engine.trace.waste import WasteFigures
-from minitui.text import count, match_reason, short
+from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Run
+from minitui.tui.widgets.rows import Row, Run, Runs, wrapped
+from minitui.viewmodel.explain.cut_hits import why_ended
 from minitui.viewmodel.state.annotated_state import STATE_NAMES, AnnotatedState
+from minitui.viewmodel.state.side_groups import Strip, strips
 from minitui.viewmodel.view import View
 
 
@@ -40,7 +43,10 @@ class PromptOrigin(LinePanel, can_focus=False):
             words.add(f" · {waiting:,} left", "dim")
         rows = [row.done(width), words.done(width)]
         if lane.stop:
-            rows.append(Row(match_reason(lane.stop, lane.stop_at, cached), "dim").done(width))
+            request = view.moment.shown.state.requests.get(lane.id)
+            detail = request.match[2] if request is not None else ""
+            why = why_ended(view.history, lane, lane.stop, lane.stop_at, cached, detail)
+            rows += wrapped(why, "dim", width)
         return Picture(rows[:height])
 
 
@@ -74,28 +80,61 @@ def shares(counts: tuple[int, int, int, int], width: int) -> dict[int, int]:
     return out
 
 
-def bar(shown: AnnotatedState, width: int) -> list[Run]:
+def bar(shown: AnnotatedState | Strip, width: int) -> list[Run]:
     """Returns a bar of `width` cells with four parts: active, shared, cached, free."""
     cells = shares(shown.counts, width)
     looks = {code: look(code) for code in ORDER if cells[code]}
     return [(sign * cells[code], style) for code, (sign, style) in looks.items()]
 
 
-def entries(shown: AnnotatedState) -> list[list[Run]]:
+def entries(shown: AnnotatedState | Strip) -> list[list[Run]]:
     """Returns an entry for each state: its glyph, its name and its number of blocks."""
     return [[look(code), (f" {STATE_NAMES[code]} ", "dim"), (f"{shown.counts[code]:,}", "ink")] for code in ORDER]
 
 
-def legend(shown: AnnotatedState) -> list[Run]:
+def legend(shown: AnnotatedState | Strip) -> list[Run]:
     """Returns the entries as the runs of one line."""
     return [run for entry in entries(shown) for run in (*entry, ("  ", "ink"))]
 
 
-def lead(shown: AnnotatedState) -> Row:
+def lead(shown: AnnotatedState | Strip, name: str = "KV pool") -> Row:
     """Returns the label before the bar: the share of the pool that is not free."""
     share = 1 - shown.counts[FREE] / max(1, shown.total)
     percent = f"{100 * share:.0f}" if not 0 < share < 0.01 else "<1"
-    return Row("KV pool ", "dim").add(f"{percent} % ", "bold ink")
+    return Row(f"{name} ", "dim").add(f"{percent} % ", "bold ink")
+
+
+def strip_rows(state: State, width: int) -> list[Runs]:
+    """Returns a row for each group of a model with several kinds of memory, with a bar and the numbers of its pages;
+    empty for other models."""
+    found = strips(state)
+    rows = []
+    names = max((len(strip.name) for strip in found), default=0)
+    for strip in found:
+        head = lead(strip, strip.name.ljust(names)).to(names + 7)
+        words = Row(" ").extend(legend(strip)).add(f"of {count(strip.total, strip.unit)}", "dim")
+        if width - head.width - words.width < MIN_BAR:  # leave out the names
+            words = Row(" ")
+            for code in ORDER:
+                words.add(*look(code)).add(f" {strip.counts[code]:,} ")
+            words.add(f"of {strip.total:,}", "dim")
+        room = max(4, width - head.width - words.width)
+        rows.append(head.extend(bar(strip, room)).extend(words.runs).done(width))
+    return rows
+
+
+def side_strips(state: State, width: int) -> Runs:
+    """Returns one row with a small bar for each side group of a model with several kinds of memory."""
+    found = strips(state)[1:]
+    texts = [f" {strip.total - strip.counts[FREE]:,}/{strip.total:,} " for strip in found]
+    room = width - sum(len(strip.name) + 1 + len(text) for strip, text in zip(found, texts, strict=True))
+    row = Row()
+    for strip, text in zip(found, texts, strict=True):
+        row.add(f"{strip.name} ", "dim")
+        if (cells := min(2 * MIN_BAR, room // len(found))) >= 4:
+            row.extend(bar(strip, cells))
+        row.add(text)
+    return row.done(width)
 
 
 def waste_words(waste: WasteFigures, room: int, recomputed: int = 0) -> str:
@@ -134,7 +173,8 @@ def waste(view: View, width: int) -> Row:
 
 
 class Occupancy(LinePanel, can_focus=False):
-    """The bar and the numbers of blocks in one line, and the waste in a second line, for small screens."""
+    """The bar and the numbers of blocks in one line, and the waste, or the pools of side groups, in a second line, for
+    small screens."""
 
     FRAME = "none"
     NEEDS_STATE = True
@@ -153,4 +193,5 @@ class Occupancy(LinePanel, can_focus=False):
             for code in ORDER:
                 words.add(*look(code)).add(f" {shown.counts[code]:,} ")
             room = max(4, width - head.width - words.width)
-        return Picture([head.extend(bar(shown, room)).extend(words.runs).done(width), waste(view, width).done(width)])
+        below = side_strips(shown.state, width) if shown.state.groups else waste(view, width).done(width)
+        return Picture([head.extend(bar(shown, room)).extend(words.runs).done(width), below])

@@ -133,11 +133,13 @@ class BlockMap(LinePanel):
     NEEDS_STATE = True
     NUMBERS = False  # each cell has the number of its block, if there is room
     help_text = paragraphs("""\
-The pool of KV memory, one cell or half a cell per block. A block holds the keys and values of some tokens, usually 16.
-A free block is unused. An active block belongs to one request. A shared block is read by several requests whose texts
-begin with the same tokens. A cached block is held by no request; the tree keeps it for prompts that begin with the
-same text, and evicts it when blocks are needed. A large map (z) describes the selected block: tokens, holders, age,
-history. ▄ marks the block in which a request's next token is stored. Bright cells have just changed.
+The pool of KV memory, one cell or half a cell per block. A model with several kinds of memory has a strip for each of
+its groups: full attention, whose blocks the map shows, windows with pages, and recurrent states with slots. A block
+holds the keys and values of some tokens, usually 16. A free block is unused. An active block belongs to one request. A
+shared block is read by several requests whose texts begin with the same tokens. A cached block is held by no request;
+the tree keeps it for prompts that begin with the same text, and evicts it when blocks are needed. A large map (z)
+describes the selected block: tokens, holders, age, history. ▄ marks the block in which a request's next token is
+stored. Bright cells have just changed.
 
 Waste is memory or work that serves nothing. Unused slots are the places in the requests' blocks that hold no token yet;
 most are in the last block of each request, so smaller blocks waste fewer. A copy is a block that holds the same tokens
@@ -176,6 +178,8 @@ tokens.""")
         shown = view.moment.shown
         pool = occupancy.lead(shown)
         head = [pool.extend(occupancy.bar(shown, max(0, width - pool.width))).done(width)]
+        if rows := occupancy.strip_rows(shown.state, width):
+            head = rows if len(rows) <= height // 3 else [*head, occupancy.side_strips(shown.state, width)]
         layer = COLOURINGS[self.mode](view)
         above, legend = lay_out(layer.legend, width, 0 if self.frame == "none" else width - 4)
         if above:

@@ -16,7 +16,8 @@ from minitui.trace.foreign import REMOVED
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, typed
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit
-from minitui.viewmodel.history.events import EVENTS_KEPT, KINDS, Event
+from minitui.viewmodel.history.events import EVENTS_KEPT, KINDS, PAGES, Event
+from minitui.viewmodel.history.events import Events as EventLog
 from minitui.viewmodel.view import View
 
 REQUEST = re.compile(r"r(\d+)")
@@ -29,7 +30,8 @@ class Search:
     Reading all texts would take a second, so each call of `update` reads at most SCANNED of them.
     """
 
-    def __init__(self, query: str, filter: Callable[[Event], bool]) -> None:
+    def __init__(self, query: str, filter: Callable[[Event], bool], log: EventLog) -> None:
+        self._log = log
         self._words = query.lower().split()
         self._filter = filter
         self._found: set[int] = set()  # seqs
@@ -40,7 +42,7 @@ class Search:
     def update(self, view: View) -> None:
         """Read the new events, and some of the old ones."""
         read, newest = 0, self._newest
-        for event in view.history.events.newest_first():
+        for event in self._log.newest_first():
             if event.seq <= newest and (self.finished or event.seq >= self._oldest):
                 if self.finished:
                     break
@@ -56,7 +58,7 @@ class Search:
         else:
             self.finished = True
         if len(self._found) > 2 * EVENTS_KEPT:
-            self._found = {event.seq for event in view.history.events.newest_first() if event.seq in self._found}
+            self._found = {event.seq for event in self._log.newest_first() if event.seq in self._found}
 
     def _matches(self, view: View, event: Event) -> bool:
         text = ""
@@ -82,15 +84,17 @@ class Search:
 
 STYLES = {
     "admit": "decode", "hit": "hit", "miss": "dim", "evict": "pool", "preempt": "bad", "finish": "dim",
-    "wait": "waiting", "refuse": "bad", "fail": "bad", "pace": "accent",
+    "wait": "waiting", "refuse": "bad", "fail": "bad", "pace": "accent", "lose": "pool", "take": "prefill",
+    "borrow": "hit", "drop": "dim", "keep": "hit",
 }  # fmt: skip
 NARROW = 50  # cells; narrower panels show shorter texts
 FILTERS = (
     ("all", ()),
     ("hits and misses", ("hit", "miss")),
-    ("memory", ("evict", "preempt")),
+    ("memory", ("evict", "lose", "preempt")),
     ("requests", ("admit", "finish", "wait", "refuse", "fail")),
     ("selected", ()),
+    ("pages", PAGES),  # of side groups
 )
 
 
@@ -116,8 +120,10 @@ waited; how many tokens a prompt took from the tree, and why not all of them; wh
 request; which request was preempted; how each request finished. Choosing an event selects its request or node, and
 shows all of its text. The list then keeps its place while newer events arrive; Home shows the newest again.
 
-f shows one group of kinds. / searches: an event must contain every word. "r12" means request 12, the name of a kind
-("evict", "hit", …) means this kind, any other word is searched in the text and in the name of the chat.
+f shows one group of kinds. For a model with several kinds of memory, "pages" shows what happened to the pages of its
+windows and the slots of its recurrent states: take, borrow (a hit), drop, keep (in the tree), and lose (evicted). /
+searches: an event must contain every word. "r12" means request 12, the name of a kind ("evict", "hit", …) means this
+kind, any other word is searched in the text and in the name of the chat.
 
 A dash in place of the step: the event came before the first step that is known, or its step has not begun.""")
     BINDINGS: ClassVar = [
@@ -148,7 +154,7 @@ A dash in place of the step: the event came before the first step that is known,
         digits = len(f"{max(1, view.history.steps.last):,}") + 1  # also of a step in flight
         self._stand(view)
         rows = self._rows(view, width, height, digits)
-        near = view.history.events.tail(2 * height, seq, self._wanted(view), self.skip)
+        near = self._log(view).tail(2 * height, seq, self._wanted(view), self.skip)
         while len(self.shown) > 1 and any(event.seq == self.chosen for event in near) and not self._in_sight:
             self.skip += 1
             rows = self._rows(view, width, height, digits)
@@ -161,7 +167,7 @@ A dash in place of the step: the event came before the first step that is known,
         if self.typing or self.search:
             cursor = "▏" if self.typing else ""
             note = [("/" + self.search + cursor, "accent"), *([(f" in {name}", "dim")] if self.filter else [])]
-        legend: list[Run] = [(f"step, event, reason · {view.history.events.count_to(seq):,} so far", "dim")]
+        legend: list[Run] = [(f"step, event, reason · {self._log(view).count_to(seq):,} so far", "dim")]
         if self.skip:
             legend = [(f"{self.skip:,} newer above · Home", "accent")]
         return Picture(rows, note=note, legend=legend)
@@ -171,7 +177,7 @@ A dash in place of the step: the event came before the first step that is known,
         if self.chosen is None or not self.shown:
             return
         top, seq, wanted = self.shown[0].seq, view.moment.shown.state.seq, self._wanted(view)
-        newer = takewhile(lambda event: event.seq > top, view.history.events.newest_first())
+        newer = takewhile(lambda event: event.seq > top, self._log(view).newest_first())
         self.skip = sum(event.seq <= seq and wanted(event) for event in newer)
 
     @property
@@ -185,7 +191,7 @@ A dash in place of the step: the event came before the first step that is known,
         rows: list[Runs] = []
         shown, at = [], []
         self._whole = True
-        for event in view.history.events.tail(height, view.moment.shown.state.seq, self._wanted(view), self.skip):
+        for event in self._log(view).tail(height, view.moment.shown.state.seq, self._wanted(view), self.skip):
             lines = self._lines(view, event, width, digits, height)
             room = height - len(rows)
             if not room:
@@ -198,15 +204,18 @@ A dash in place of the step: the event came before the first step that is known,
         self.shown, self._at = shown, at
         return rows
 
+    def _log(self, view: View) -> EventLog:
+        return view.history.pages if FILTERS[self.filter][0] == "pages" else view.history.events
+
     def _wanted(self, view: View) -> Callable[[Event], bool]:
         """Returns the filter of the events that are shown."""
         if not self.search:
             self._search = None
             return self._by_kind(view)
         selection = view.selection if FILTERS[self.filter][0] == "selected" else None
-        key = (self.search, self.filter, view.history.events, selection)
+        key = (self.search, self.filter, self._log(view), selection)
         if self._search is None or key != self._searched_for:
-            self._searched_for, self._search = key, Search(self.search, self._by_kind(view))
+            self._searched_for, self._search = key, Search(self.search, self._by_kind(view), self._log(view))
         self._search.update(view)
         return self._search
 
@@ -267,11 +276,11 @@ A dash in place of the step: the event came before the first step that is known,
         seqs = [event.seq for event in self.shown]
         at = seqs.index(self.chosen) + by if self.chosen in seqs else 0
         if at >= len(seqs):
-            at = len(view.history.events.tail(at + 1, view.moment.shown.state.seq, self._wanted(view), self.skip)) - 1
+            at = len(self._log(view).tail(at + 1, view.moment.shown.state.seq, self._wanted(view), self.skip)) - 1
             self.skip += max(0, at - len(seqs) + 1)
         elif at < 0:
             self.skip = max(0, self.skip + at)
-        shown = view.history.events.tail(len(seqs), view.moment.shown.state.seq, self._wanted(view), self.skip)
+        shown = self._log(view).tail(len(seqs), view.moment.shown.state.seq, self._wanted(view), self.skip)
         if shown:
             self._choose(view, shown[max(0, min(len(shown) - 1, at))])
             self.shown = shown
@@ -282,7 +291,8 @@ A dash in place of the step: the event came before the first step that is known,
         self.repaint()
 
     def action_filter(self) -> None:
-        self.filter = (self.filter + 1) % len(FILTERS)
+        filters = len(FILTERS) - (not self.view.history.live.state.groups)  # the last is about side groups
+        self.filter = (self.filter + 1) % filters
         self.skip, self.shown = 0, ()
         self.repaint()
 

@@ -1,0 +1,166 @@
+"""Models with several kinds of memory: what panels and texts say is what the engine did."""
+
+from __future__ import annotations
+
+import re
+
+from engine.metrics.metrics import Metrics
+from engine.trace.kind import kind_of
+from engine.trace.side_pool import OWN
+from minitui.tui.widgets.chat.occupancy import Occupancy, PromptOrigin, side_strips, strip_rows
+from minitui.tui.widgets.inspect.block_map import BlockMap
+from minitui.viewmodel.state.side_groups import evicted_next, eviction_words, kept_places, strips
+from minitui.viewmodel.words.narrate import narrate
+from minitui.viewmodel.words.story import tell
+from minitui.viewmodel.words.summary import summary, summary_json
+from tests.support.hybrid import STATES, Hybrid
+
+SHARED = [i % 40 for i in range(40)]
+
+
+def texts(rows: object) -> list[str]:
+    return ["".join(text for text, _ in row) for row in rows]  # type: ignore[attr-defined]
+
+
+def two_prompts() -> Hybrid:
+    """The second prompt has the same 40 tokens: full attention has them, the state has a checkpoint at 32."""
+    hybrid = Hybrid(STATES)
+    hybrid.ask([*SHARED, 41, 42, 43, 44, 45])
+    hybrid.ask([*SHARED, 1, 2, 3, 4, 5])
+    return hybrid
+
+
+def test_each_group_has_a_strip_with_the_numbers_of_its_pool() -> None:
+    hybrid = Hybrid()
+    hybrid.ask(SHARED)
+    hybrid.add([*SHARED, 7, 8], tokens=30)
+    hybrid.step(4)
+    state = hybrid.view.history.live.state
+    found = strips(state)
+    assert [strip.name for strip in found] == ["full", "window 12", "state"]
+    for strip, pool in zip(found[1:], state.groups, strict=True):
+        held = {page for r in state.requests.values() for page in r.side[pool is state.groups[1]].values()}
+        assert strip.total == pool.total == sum(strip.counts)
+        assert strip.counts[1] + strip.counts[2] == len(held) > 0
+    rows = texts(strip_rows(state, 100))
+    for row, strip in zip(rows, found, strict=True):
+        assert row.startswith(strip.name) and f"of {strip.total}" in row and len(row) == 100
+        for name, number in zip(("free", "active", "shared", "cached"), strip.counts, strict=True):
+            assert f"{name} {number:,}" in row
+    [one] = texts([side_strips(state, 100)])
+    assert "window 12" in one and "state" in one and len(one) == 100
+    for width, height in ((76, 20), (100, 30), (160, 50)):
+        shown = texts(BlockMap().picture(hybrid.view, width, height).rows)
+        assert len(shown) <= height and any("window 12" in row for row in shown)
+    assert "state" in texts(Occupancy().picture(hybrid.view, 80, 2).rows)[1]
+
+
+def test_a_model_with_one_kind_of_memory_has_no_strips() -> None:
+    from minitui.dev.panel import stress_view
+
+    _, view = stress_view(seconds=2.0)
+    assert strips(view.history.live.state) == [] and strip_rows(view.history.live.state, 100) == []
+    assert "groups" not in summary_json(view)
+
+
+def test_a_hit_that_was_cut_names_the_group_the_position_and_the_time() -> None:
+    hybrid = two_prompts()
+    view = hybrid.view
+    [hit] = [event for event in view.history.events.newest_first() if event.kind == "hit"]
+    words = view.texts.event(hit)
+    assert "full attention has 40 tokens, the nearest checkpoint is at 32: 8 tokens again" in words
+    step = next(n for n in range(view.history.steps.last + 1) if 2 in [c[0] for c in view.history.steps.chunks(n)])
+    took = view.history.steps.took_ms(step)
+    [(_, start, n, _)] = view.history.steps.chunks(step)
+    assert took and start == 32 and n == 13
+    said = float(re.search(r"again, ([\d.]+) ms", words)[1])  # type: ignore[index]
+    assert abs(said - took * 8 / 13) <= 0.01 * said + 0.006
+    assert "the nearest checkpoint is at 32" in narrate(view, step)
+    assert "8 tokens again" in dict(tell(view, "request", 2).lines)["prompt"]
+    origin = " ".join(texts(PromptOrigin().picture(view, 60, 6).rows))
+    assert "nearest checkpoint is at 32: 8 tokens again, " in " ".join(origin.split())
+
+
+def test_without_a_measured_prefill_the_time_is_left_out() -> None:
+    hybrid = Hybrid(STATES)
+    hybrid.ask([*SHARED, 41, 42, 43, 44, 45])
+    hybrid.add([*SHARED, 1, 2, 3, 4, 5])
+    hybrid.engine.step()
+    records = list(hybrid.engine.log.drain())
+    at = next(i for i, record in enumerate(records) if kind_of(record) == "step")
+    hybrid.view.fold(records[: at + 1])
+    [hit] = [event for event in hybrid.view.history.events.newest_first() if event.kind == "hit"]
+    assert hybrid.view.texts.event(hit).endswith("8 tokens again")
+
+
+def test_records_of_pages_become_events_and_sentences() -> None:
+    hybrid = Hybrid()
+    hybrid.ask(SHARED)
+    hybrid.ask([*SHARED, 7, 8], tokens=30)
+    for n in range(8):
+        hybrid.ask([n + 3, *range(30)])
+    view = hybrid.view
+    written = [record for record in hybrid.records if kind_of(record) in ("take", "borrow", "drop", "keep", "lose")]
+    events = list(view.history.pages.newest_first())[::-1]
+    assert [event.seq for event in events] == [record[0] for record in written]
+    assert {event.kind for event in events} == {"take", "borrow", "drop", "keep", "lose"}
+    for event in events:
+        group = view.history.live.state.groups[event.record.group].group
+        assert group.name in view.texts.event(event) and group.name in view.texts.event(event, short=True)
+        counted = sum(e.kind == event.kind and e.step == event.step for e in events)
+        assert counted and event.step >= 0
+    lost = [event for event in view.history.events.newest_first() if event.kind == "lose"]
+    assert len(lost) == sum(event.kind == "lose" for event in events) > 0
+    assert all(event.record.reason in view.texts.event(event) for event in lost)
+    step = next(event.step for event in events if event.kind == "borrow")
+    assert re.search(r"State: .*1 slot read from the tree", narrate(view, step))
+
+
+def test_the_inspector_names_the_pages_of_requests_nodes_and_blocks() -> None:
+    hybrid = Hybrid()
+    hybrid.ask(SHARED)
+    request = hybrid.add([*SHARED, 7, 8], tokens=30)
+    hybrid.step(3)
+    view = hybrid.view
+    state = view.history.live.state
+    lines = dict(tell(view, "request", request.id).lines)
+    assert f"slot {request.side[1][OWN]}: its newest state" in lines["state"]
+    assert all(str(page) in lines["window 12"] or "–" in lines["window 12"] for page in request.side[0].values())
+    for node in [node for node in state.nodes.values() if node.id]:
+        lines = dict(tell(view, "node", node.id).lines)
+        for pool in state.groups:
+            places = kept_places(pool, node)
+            assert places == [i for i, block in enumerate(node.blocks) if block in pool.kept]
+            assert (f"{len(places)} " in lines[pool.group.name]) == bool(places)
+    states = state.groups[1]
+    block, slot = next(iter(states.kept.items()))
+    assert f"checkpoint in slot {slot}" in dict(tell(view, "block", block).lines)["state"]
+
+
+def test_the_order_of_eviction_of_a_group_is_the_engines() -> None:
+    hybrid = two_prompts()
+    state = hybrid.view.history.live.state
+    [pool] = state.groups
+    told = [page for page, _, _ in evicted_next(state, pool, 100)]
+    assert told == list(hybrid.engine.cache.sides[0].pool.idle) and len(told) > 2
+    assert f"slot {told[0]} (node" in eviction_words(state, pool)
+    assert any(text.startswith("state: evicted next") for text in summary(hybrid.view))
+    [full, side] = summary_json(hybrid.view)["groups"]
+    assert (full["name"], side["name"], side["cached"]) == ("full", "state", len(told))
+    for n in range(30):  # the next evictions are these
+        hybrid.ask([n % 7 + 50 % 49, *range(n, n + 20)])
+    lost = [page for record in hybrid.records if kind_of(record) == "lose" for page in record[4]]
+    assert lost[:2] == told[:2]
+
+
+def test_prometheus_has_the_use_of_each_group() -> None:
+    hybrid = Hybrid()
+    hybrid.ask(SHARED)
+    hybrid.add([*SHARED, 7, 8], tokens=30)
+    hybrid.step(3)
+    metrics = Metrics()
+    metrics.measure(hybrid.view.history.live.state)
+    page = metrics.page("m")
+    for strip in strips(hybrid.view.history.live.state)[1:]:
+        used = re.search(rf'minitui_side_cache_usage_ratio{{.*group="{strip.name}".*}} ([\d.]+)', page)
+        assert used and abs(float(used[1]) - (strip.counts[1] + strip.counts[2]) / strip.total) < 1e-6
