@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("engine")
 
+DELTA_SIZES = {16, 32, 64, 128, 256}  # of keys and values in engine/kernels/delta.py
 GRAPH_BYTES = 1 << 30  # GPU memory that the KV cache leaves free for CUDA graphs
 
 
@@ -189,6 +190,11 @@ def without_graphs(model: ModelConfig, config: EngineConfig) -> str:
         return f"attention_backend is {config.attention_backend}, but CUDA graphs need triton; prefill may use flash"
     if lacks := lacking(model, "graphs"):
         return f"this {model.architecture} has {lacks}, which our CUDA graphs do not support"
+    if (delta := model.delta) is not None and not {delta.key_dim, delta.value_dim} <= DELTA_SIZES:
+        return (
+            f"each head of a delta rule has a state of {delta.key_dim} by {delta.value_dim}, and our kernels need "
+            f"{', '.join(map(str, sorted(DELTA_SIZES)))}"
+        )
     ranks, experts = config.tensor_parallel_size, model.experts
     if ranks > 1 and config.speculation != "off":
         return f"steps with drafts are captured on one GPU only, but tensor_parallel_size is {ranks}"

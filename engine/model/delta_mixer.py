@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from engine.attention.base import StateMeta
 from engine.attention.kv_pool import LayerState
-from engine.model import ops as torch_ops
 from engine.model.config import DeltaConfig
 from engine.model.experts import Ops
 from engine.model.linear import linear
@@ -41,18 +40,22 @@ class DeltaMixer:
 
     def __call__(self, x: torch.Tensor, eps: float, pool: LayerState, states: StateMeta) -> torch.Tensor:
         """x [T, H] -> [T, Hv·Dv], before the output projection. Reads and writes the states in the pool."""
-        c = self.config
+        return self.mix(linear(x, self.inputs), F.linear(x, self.rates), eps, pool, states)
+
+    def mix(
+        self, projected: torch.Tensor, rates: torch.Tensor, eps: float, pool: LayerState, states: StateMeta
+    ) -> torch.Tensor:
+        """Returns the same from the products with `inputs` [T, C + Hv·Dv] and `rates` [T, 2·Hv]."""
+        c, ops = self.config, self._ops
         inner = c.value_heads * c.value_dim
-        mixed, z = linear(x, self.inputs).split([c.channels, inner], -1)
-        b, a = F.linear(x, self.rates).to(self.decay.dtype).chunk(2, -1)
-        decays = self.decay * F.softplus(a + self.rate_bias)  # log decays, at most 0
-        mixed = self._ops.causal_conv(mixed, self.conv, pool.conv, states)
+        mixed, z = projected.split([c.channels, inner], -1)
+        decays, betas = ops.delta_gates(rates, self.decay, self.rate_bias)
+        mixed = ops.causal_conv(mixed, self.conv, pool.conv, states)
         q, k, v = mixed.split([c.key_heads * c.key_dim, c.key_heads * c.key_dim, inner], -1)
         q, k = (each.unflatten(-1, (c.key_heads, c.key_dim)) for each in (q, k))
         v = v.unflatten(-1, (c.value_heads, c.value_dim))
-        out = self._ops.delta_rule(q, k, v, decays, b.sigmoid(), pool.recurrent, states)
-        out = torch_ops.norm(out, self.norm, eps) * F.silu(z.to(self.decay.dtype)).view_as(out)
-        return out.to(x.dtype).flatten(1)
+        out = ops.delta_rule(q, k, v, decays, betas, pool.recurrent, states)
+        return ops.gated_norm(out, z, self.norm, eps)
 
     def slots(self, prefix: str) -> Iterator[Slot]:
         c = self.config

@@ -48,6 +48,12 @@ class Ops(Protocol):
         recurrent: torch.Tensor, states: StateMeta, /,
     ) -> torch.Tensor: ...  # fmt: skip
 
+    def delta_gates(
+        self, rates: torch.Tensor, decay: torch.Tensor, bias: torch.Tensor, /
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def gated_norm(self, x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, /) -> torch.Tensor: ...
+
 
 class Experts:
     """Computes the weighted sum of down_e(silu(gate_e(x)) · up_e(x)) over the chosen experts e of a token.

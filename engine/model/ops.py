@@ -99,6 +99,21 @@ def qk_norm_rope_store(
     return rotated[:, :queries]
 
 
+def delta_gates(rates: torch.Tensor, decay: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the log decays decay · softplus(a + bias), at most 0, and the rates sigmoid(b) of a delta rule.
+
+    rates [T, 2·Hv]: b, then a, of each head; decay and bias [Hv], like the results [T, Hv], fp32.
+    """
+    b, a = rates.to(decay.dtype).chunk(2, -1)
+    return decay * F.softplus(a + bias), b.sigmoid()
+
+
+def gated_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Returns the norm of each head of x [T, Hv, Dv] times silu(z): [T, Hv·Dv]. z [T, Hv·Dv]; silu in fp32."""
+    wide = z if z.dtype == torch.float64 else z.float()
+    return (norm(x, weight, eps) * F.silu(wide).view_as(x)).to(x.dtype).flatten(1)
+
+
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Returns silu(gate) · up [T, I] for gate_up [T, 2·I], gates before ups; may overwrite gate_up."""
     gate, up = gate_up.chunk(2, -1)

@@ -43,7 +43,7 @@ SUPPORTED: dict[str, frozenset[str]] = {
     "cpu_decode": frozenset({"softcap", "sinks", "windows", "groups"}),  # engine/worker/cpu/cpu_decode.py
     "compiled": frozenset({"windows", "several_ropes", "groups"}),  # engine/worker/cpu/compiled_decoder.py
     # engine/worker/graphs/cuda_graphs.py and fused_decode.py
-    "graphs": frozenset(WORDS) - {"query_scales"} - UNEVEN - GATED_DELTA,
+    "graphs": frozenset(WORDS) - {"query_scales"} - UNEVEN,
     # The kernels for one token in engine/worker/graphs/fused_decode.py. They need no norms in float32 either.
     "one_token": frozenset({"experts", "softcap", "sinks", "windows", "logit_softcap", "several_ropes", "groups"}),
     "ranks": frozenset(WORDS) - {"full_qk_norm"} - UNEVEN - GATED_DELTA,  # engine/parallel/shards.py

@@ -134,12 +134,16 @@ def write_config(size: str, directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class Work:
-    """The minimum bytes and operations of a model's steps: every weight, key and value is read once."""
+    """The minimum bytes and operations of a model's steps: every weight, key and value is read once, and a recurrent
+    state is read and written once.
+    """
 
     body: int  # number of weights in all layers' matrices, without experts
     head: int  # number of weights in the output matrix
     kv_bytes: int  # bytes of one token's keys and values, all layers
     attention: int  # operations for one query and one key, all layers
+    states: int  # bytes of one sequence's recurrent states, all layers
+    delta: int  # operations of the delta rules for one token, all layers
     itemsize: float  # bytes of a weight
     head_itemsize: float  # bytes of a weight of the output matrix
     expert_layers: int = 0  # number of layers with experts
@@ -157,15 +161,25 @@ class Work:
         c, d, e = config, config.head_dim, config.experts
         each, head_each = weights or (itemsize, itemsize)
         expert_layers = sum(e.layers) if e else 0
-        attention = c.hidden_size * (2 * c.num_heads + 2 * c.num_kv_heads) * d
+        attention = c.hidden_size * ((2 + c.output_gate) * c.num_heads + 2 * c.num_kv_heads) * d
+        num_deltas = len(c.state_layers)
+        num_attentions = c.num_layers - num_deltas
+        projections = states = delta = 0
+        if c.delta is not None:
+            inner, kept = c.delta.value_heads * c.delta.value_dim, c.delta.channels * (c.delta.taps - 1)
+            projections = c.hidden_size * (c.delta.channels + 2 * inner + 2 * c.delta.value_heads)
+            states = num_deltas * (4 * inner * c.delta.key_dim + itemsize * kept)
+            delta = num_deltas * 6 * inner * c.delta.key_dim  # S^T k, k d^T and S^T q
         mlps = (c.num_layers - expert_layers) * 3 * c.hidden_size * c.intermediate_size
-        routers = expert_layers * c.hidden_size * e.count if e else 0
+        routers = expert_layers * c.hidden_size * (e.count + 3 * e.shared_size) if e else 0
+        body = num_attentions * attention + num_deltas * projections + mlps + routers
         return Work(
-            body=c.num_layers * attention + mlps + routers, head=c.vocab_size * c.hidden_size,
+            body=body, head=c.vocab_size * c.hidden_size,
             expert_layers=expert_layers, experts=e.count if e else 0, experts_per_token=e.per_token if e else 0,
             expert=3 * c.hidden_size * e.inner_size if e else 0,
-            kv_bytes=2 * c.num_layers * c.num_kv_heads * d * itemsize,
-            attention=4 * c.num_layers * c.num_heads * d, itemsize=each, head_itemsize=head_each,
+            kv_bytes=2 * num_attentions * c.num_kv_heads * d * itemsize,
+            attention=4 * num_attentions * c.num_heads * d, states=states, delta=delta, itemsize=each,
+            head_itemsize=head_each,
         )  # fmt: skip
 
     def prefill(self, limits: Limits, lengths: list[int], cached: int = 0) -> float:
@@ -194,7 +208,7 @@ class Work:
 
     def _seconds(self, limits: Limits, tokens: int, drawn: int, keys: int, pairs: float) -> float:
         weights = self.body + self.expert_layers * self.experts_used(tokens) * self.expert
-        read = weights * self.itemsize + self.head * self.head_itemsize + keys * self.kv_bytes
+        read = weights * self.itemsize + self.head * self.head_itemsize + keys * self.kv_bytes + 2 * drawn * self.states
         used = self.body + self.expert_layers * self.experts_per_token * self.expert
-        operations = 2 * used * tokens + 2 * self.head * drawn + self.attention * pairs
+        operations = (2 * used + self.delta) * tokens + 2 * self.head * drawn + self.attention * pairs
         return max(read / limits.read, operations / limits.matmul)

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(900)
 from engine.kernels import (  # noqa: E402
     batch_state,
     delta,
+    delta_ends,
     eight_bits,
     fp8_blocks,
     gemv,
@@ -133,6 +134,8 @@ def delta_rules() -> None:
         states = SimpleNamespace(segments=ints(segments, 4), cu_segments=ints(segments + 1), host=None)
         delta.causal_conv(x, half(x.shape[1], 4), half(slots, x.shape[1], 3), states)
         delta.delta_rule(q, k, v, g, g, torch.empty(slots, heads, dim, dim), states)
+    delta_ends.delta_gates(half(tokens, 2 * heads), torch.empty(heads), torch.empty(heads))
+    delta_ends.gated_norm(half(tokens, heads, dim), half(tokens, heads * dim), half(dim), 1e-6)
 
 
 def matrices_of_eight_bits() -> None:

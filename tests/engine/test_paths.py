@@ -28,7 +28,7 @@ from engine.core.request import Request
 from engine.core.step import PromptTargets, RowSettings, StepPlan
 from engine.errors import EngineError
 from engine.groups import group_of_layers, paged_groups
-from engine.model.config import ExpertsConfig, ModelConfig, Packing, RopeConfig
+from engine.model.config import DeltaConfig, ExpertsConfig, ModelConfig, Packing, RopeConfig
 from engine.model.group import ALONE
 from engine.params import SamplingParams
 from engine.worker.batch import Batch
@@ -47,6 +47,8 @@ MODELS = {
     "Gemma 2": replace(DENSE, softcap=50.0, logit_softcap=30.0, windows=(128, 0), post_norms=True, wide_norms=True),
     "gpt-oss": replace(DENSE, sinks=True, experts=ExpertsConfig(16, 4, 96, True, (True, True), True, 7.0, 1.7)),
     "OLMo 2": replace(DENSE, architecture="Olmo2ForCausalLM", pre_norms=False, post_norms=True, full_qk_norm=True),
+    "delta": replace(DENSE, delta=DeltaConfig((True, False), 2, 4, 64, 64, 4)),
+    "odd delta": replace(DENSE, delta=DeltaConfig((True, False), 2, 4, 96, 64, 4)),
     "queries by position": replace(DENSE, rope=RopeConfig(query_beta=0.1, original_max_position=64), head_dim=128),
 }
 HOPPER, ADA, AMPERE, TURING = (9, 0), (8, 9), (8, 6), (7, 5)
@@ -453,3 +455,44 @@ def test_a_graph_gets_the_slots_of_every_group(monkeypatch: pytest.MonkeyPatch, 
     ]  # fmt: skip
     assert by_token[-2:, : step.num_tokens].tolist() == expected
     assert not by_token[:, step.num_tokens :].any(), "padding writes to the null block"
+
+
+SEGMENTS = {"extend": [1, 1, 32, 28], "verify": [1] * 5, "decode": [1] * 3}  # tokens of each, in the order of the plan
+
+
+@pytest.mark.parametrize(
+    ("step", "form", "bounds"),
+    [
+        (plan([1, 1, 60], 2), "extend", [0, 1, 2, 4]), (plan([1, 4], 1, 1), "verify", [0, 1, 5]),
+        (plan([1, 1, 1], 3), "decode", [0, 1, 2, 3]),
+    ], ids=["extend", "verify", "decode"],
+)  # fmt: skip
+def test_a_graph_gets_the_segments_of_recurrent_states(
+    monkeypatch: pytest.MonkeyPatch, step: StepPlan, form: str, bounds: list[int]
+) -> None:
+    ends = np.cumsum(SEGMENTS[form])
+    segments = np.stack((ends - SEGMENTS[form], ends, ends + 50, ends + 70), 1).astype(np.int32)
+    step = replace(tables(step, 0), segments=segments, cu_segments=np.array(bounds, np.int32))
+    stage = Stage(monkeypatch, "prompt-lookup" if step.num_drafted else "off", MODELS["delta"])
+    assert Runner.launch(stage.runner, step, {}) == "launched" and stage.went[0].startswith(form)
+    part: Any = next(part for part in stage.graphs.parts if part.form == form)
+    n, m, rows = len(step.rows), len(segments), stage.loaded.batch.max_rows
+    if form == "decode":  # one segment for each row of the graph
+        sent = part._input.target.numpy()[16 + 3 * rows :][: 4 * rows].reshape(rows, 4)
+        padding = [[i, i + 1, 0, 0] for i in range(n, rows)]
+    else:
+        size = next(size for size in part._sizes if f"{form} {size}" == stage.went[0])
+        *_, sent, found = stage.divided(part._input.target, part._shapes(size))
+        assert found.tolist() == bounds + [m] * (len(found) - n - 1)
+        padding = [[step.num_tokens, step.num_tokens, 0, 0]] * (len(sent) - m)
+    assert sent.tolist() == segments.tolist() + padding, "padding writes no state"
+
+
+def test_steps_that_a_graph_has_no_segments_for_run_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts beside a chunk, whose kernels such a graph lacks; more checkpoints than the graph has rows for."""
+    for step, count in ((plan([1, 4, 7], 1, 1), 3), (plan([60], 0), 60)):
+        stage = Stage(monkeypatch, "prompt-lookup" if step.num_drafted else "off", MODELS["delta"])
+        segments = np.zeros((count, 4), np.int32)
+        step = replace(step, segments=segments, cu_segments=np.zeros(len(step.rows) + 1, np.int32))
+        assert Runner.launch(stage.runner, step, {}) == "launched"
+        assert stage.went == ["eager"]

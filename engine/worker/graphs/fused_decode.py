@@ -7,6 +7,7 @@ Computes the same as Decoder.forward (engine/model/decoder.py).
                      norm + gate/up + silu | down + residual
                      (with experts: norm + router | choice | norm + experts' gate/up + silu | experts' down + residual)
     several          8 kernels per layer: cuBLAS for the matrix products, separate kernels for norms and activations
+                     (with a delta rule in the place of attention: gates | convolution | delta rule | gated norm)
 
 If several ranks share the model (engine/parallel/), the projections to the hidden size are summed over the ranks before
 the next norm. The path for one sequence cannot do this, so one sequence also takes the path for several. That path
@@ -30,9 +31,11 @@ from engine.kernels.decode_attention import decode_attention
 from engine.kernels.gemv import gemv
 from engine.kernels.moe_one import MOST_EXPERTS, one_token
 from engine.kernels.split_linear import form_for, split_linear
-from engine.model.decoder import Decoder, DenseMLP, Layer
+from engine.model.decoder import Decoder, Layer
+from engine.model.delta_mixer import DeltaMixer
 from engine.model.group import Group
 from engine.model.linear import GpuWeight, Matrix, linear
+from engine.model.mlp import DenseMLP
 from engine.model.traits import lacking
 from engine.worker.graphs import fused_ops
 
@@ -74,7 +77,7 @@ class DecodeLayers:
         if len(tokens) == 1 and self._plain:
             self._one(residual, rows, seq_lens, live, out)
         else:
-            x = self._several(residual, lambda i, layer, qkv: self._attend(i, layer, qkv, rows, seq_lens), live)
+            x = self._several(residual, lambda i, layer, qkv: self._attend(i, layer, qkv, rows, seq_lens), states, live)
             self._head(x, out)
 
     def logits_of_chunks(self, tokens: torch.Tensor, meta: ForwardMeta, out: torch.Tensor) -> None:
@@ -86,7 +89,8 @@ class DecodeLayers:
         metas = meta.by_group()
         hidden = self._several(
             self._group.embed(tokens, self._model.embedding),
-            lambda i, layer, qkv: self._attend_chunks(i, layer, qkv, metas), meta.live, meta.logit_rows, meta.live_rows,
+            lambda i, layer, qkv: self._attend_chunks(i, layer, qkv, metas), meta.states, meta.live, meta.logit_rows,
+            meta.live_rows,
         )  # fmt: skip
         self._head(hidden, out)
 
@@ -123,8 +127,8 @@ class DecodeLayers:
         self._cap(out)
 
     def _several(
-        self, residual: torch.Tensor, attend: Attend, live: torch.Tensor | None, wanted: torch.Tensor | None = None,
-        live_wanted: torch.Tensor | None = None,
+        self, residual: torch.Tensor, attend: Attend, states: StateMeta | None, live: torch.Tensor | None,
+        wanted: torch.Tensor | None = None, live_wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Returns the final hidden states, after the last norm, of the tokens `wanted` (None: of all tokens).
 
@@ -135,10 +139,15 @@ class DecodeLayers:
         in_parts = group.direct(len(residual)) and self._norms_add
         x = residual if layers[0].input_norm is None else fused_ops.norm(residual, layers[0].input_norm, eps)
         for i, layer in enumerate(layers):
-            qkv = _linear(x, layer.qkv, layer.qkv_bias)
-            if layer.full_qk_norm is not None:
-                qkv = layer.normalise_qkv(qkv, eps)
-            attended = attend(i, layer, qkv)
+            if layer.delta is not None:
+                attended = self._delta(i, layer.delta, x, states)
+            else:
+                qkv = _linear(x, layer.qkv, layer.qkv_bias)
+                if layer.full_qk_norm is not None:
+                    qkv = layer.normalise_qkv(qkv, eps)
+                attended = attend(i, layer, qkv)
+                if layer.gate is not None:
+                    attended *= torch.sigmoid(_linear(x, layer.gate, None))
             if wanted is not None and i + 1 == len(layers):  # the operations below need only the wanted tokens
                 attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
                 live = live_wanted
@@ -152,6 +161,12 @@ class DecodeLayers:
             following = layers[i + 1].input_norm if i + 1 < len(layers) else model.norm
             x = model.add(x, residual, layer.after_mlp, following)
         return x
+
+    def _delta(self, i: int, mixer: DeltaMixer, x: torch.Tensor, states: StateMeta | None) -> torch.Tensor:
+        state, eps = self._pool.states[i], self._model.config.rms_norm_eps
+        assert state is not None and states is not None
+        projected, rates = _linear(x, mixer.inputs, None), _linear(x, mixer.rates, None)
+        return mixer.mix(projected, rates, eps, state, states)
 
     def _attend(
         self, i: int, layer: Layer, qkv: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from engine.kernels import delta, moe, norms
+from engine.kernels import delta, delta_ends, moe, norms
 from engine.model import ops
 from engine.model.experts import Experts
 
 silu_mul, causal_conv, delta_rule = norms.silu_mul, delta.causal_conv, delta.delta_rule
+delta_gates, gated_norm = delta_ends.delta_gates, delta_ends.gated_norm
 
 
 def qk_norm_rope_store(

@@ -99,10 +99,15 @@ def test_greedy_replies_are_the_reference_s_own(
 def family(kind: str, directory: Path, **fields: Any) -> Path:
     """Write a config.json of the family, in the shape of this file's models; return its directory."""
     sizes = {key: SHAPE[key] for key in SHAPE if key not in ("architectures", "model_type", "rope_theta")}
-    raw = {**random_config(kind, 0), **sizes, "num_local_experts": 8, "intermediate_size": 1024, **fields}
+    raw = {**random_config(kind, 0), **sizes, "intermediate_size": 1024}
+    raw |= {"num_experts" if "num_experts" in raw else "num_local_experts": 8, **fields}
     for name in ("layer_types", "no_rope_layers"):  # one entry per layer
         if name in raw:
             raw[name] = (raw[name] * 2)[: raw["num_hidden_layers"]]
+    if "linear_key_head_dim" in raw:
+        raw |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # the kernels need powers of two
+        if "full_attention_interval" in raw:
+            raw["full_attention_interval"] = 3  # of 3 layers
     if kind == "phi3":
         raw.pop("rope_scaling", None)  # its lists have the length of another head_dim
     (directory / "config.json").write_text(json.dumps(raw))
@@ -124,6 +129,32 @@ def test_every_family_computes_what_the_reference_does(kind: str, path: str, tmp
     assert bool(why_not) == bool(lacking(config, "graphs")), why_not
     ties = 0.0 if config.experts is None else 0.03
     check_replies(llm, LLM(directory, attention_backend="torch", **OPTIONS), 20, 300, ties)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("qwen3_5_text", {}), ("gemma3_text", {}), ("qwen3_5_text", {"speculation": "prompt-lookup"})],
+    ids=["states", "windows", "states with drafts"],
+)
+def test_several_kinds_of_memory_change_no_reply(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """Requests alone, in one batch, and again from the cache, with a pool that is too small for all of them: the
+    reference's tokens."""
+    if kind == "qwen3_5_text":
+        layers, fields = "linear_attention", {}
+    else:
+        layers, fields = "sliding_attention", {"sliding_window": 64}
+    directory = str(family(kind, tmp_path, layer_types=[layers, layers, "full_attention"], **fields))
+    reference = LLM(directory, attention_backend="torch", **OPTIONS)
+    asked = prompts(2, 14, 500)
+    if more:
+        asked = [prompt[:20] * 6 for prompt in asked]  # drafts are found
+    llm = LLM(directory, **{**OPTIONS, "num_blocks": 240, **more})
+    one_by_one = [llm.generate([prompt], greedy(24), use_tqdm=False) for prompt in asked[:3]]
+    runs = [ids_of(llm.generate(asked, greedy(24), use_tqdm=False)) for _ in range(2)]
+    llm.engine.check()
+    for prompts_, replies in ((asked[:3], [ids_of(found)[0] for found in one_by_one]), *((asked, run) for run in runs)):
+        short = np.array(below_best(reference, prompts_, replies))
+        assert short.max() < TOLERANCE and np.mean(short > 0) < 0.1
 
 
 @pytest.mark.parametrize("path", ["graphs", "kernel by kernel"])
