@@ -250,6 +250,7 @@ def _all_known(place: int | None) -> Callable[[Any, list[Any]], str]:
 
 Request = Annotated[int, _int(0, fault=known)]
 Running = Annotated[int, _int(0, fault=running)]
+RunningOrNone = Annotated[int, _int(-1, fault=lambda state, id: running(state, id) if id >= 0 else "")]
 Node = Annotated[int, _int(0, fault=_node)]
 PlannedStep = Annotated[int, _int(-1, fault=_planned)]
 Requests = Annotated[list[int], Bound(_counts, _all_known(None))]

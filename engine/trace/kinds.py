@@ -454,10 +454,8 @@ class Withdraw(kind.Kind):
 
 
 def _free_faults(state: State, group: int, request: int, pages: list[tuple[int, int]]) -> Iterator[str]:
-    pool, held = state.groups[group], state.requests[request].side[group]
-    wanted = [page for _, page in pages]
-    if pool.free[len(pool.free) - len(wanted) :] != wanted[::-1]:
-        yield "its pages are not the free pages that are next"
+    held = state.requests[request].side[group]
+    yield from state.groups[group].take_faults([page for _, page in pages])
     if any(place in held for place, _ in pages) or len({place for place, _ in pages}) != len(pages):
         yield f"r{request} has a page at one of these places"
 
@@ -471,7 +469,7 @@ class Take(kind.Kind):
 
     @staticmethod
     def apply(state: State, group: int, request: int, pages: list[tuple[int, int]]) -> None:
-        state.groups[group].take(len(pages))
+        state.groups[group].take_pages([page for _, page in pages])
         state.requests[request].side[group].update(pages)
 
     faults = _free_faults
@@ -520,10 +518,10 @@ class Drop(kind.Kind):
 
 
 class Keep(kind.Kind):
-    """The tree keeps pages or checkpoints for its blocks: [(block, page)]."""
+    """The tree keeps pages or checkpoints for its blocks: [(block, page)]. `request`: -1 if no request is known."""
 
     group: kind.SideGroup
-    request: kind.Running
+    request: kind.RunningOrNone
     pages: kind.Pages
 
     @staticmethod
@@ -532,18 +530,22 @@ class Keep(kind.Kind):
 
     @staticmethod
     def faults(state: State, group: int, request: int, pages: list[tuple[int, int]]) -> Iterator[str]:
-        pool, view = state.groups[group], state.requests[request]
-        places = {page: place for place, page in view.side[group].items()}
+        pool, view = state.groups[group], state.requests.get(request)
+        places = {page: place for place, page in view.side[group].items()} if view else {}
         for block, page in pages:
             place = places.get(page, -1)
-            if not 0 <= place < view.shared_blocks or view.table[place] != block:
+            if pool.group.shared:  # vLLM keeps pages whose text is not in the tree, until it is there again
+                if block >= state.num_blocks or page >= state.num_blocks or not state.node_of[block]:
+                    yield f"block {block:,} is not in the tree"
+            elif view is None or not 0 <= place < view.shared_blocks or view.table[place] != block:
                 yield f"page {page:,} is not that of block {block:,} of r{request}"
             if block in pool.kept or page in pool.block_of:
                 yield f"block {block:,} or page {page:,} is kept already"
 
 
 class Lose(kind.Kind):
-    """Idle pages or checkpoints are evicted; the blocks of the tree for which they were kept stay."""
+    """Idle pages or checkpoints are evicted; the blocks of the tree for which they were kept stay. In vLLM, also pages
+    with holders whose content is not cached any more."""
 
     group: kind.SideGroup
     pages: kind.Blocks
@@ -555,7 +557,9 @@ class Lose(kind.Kind):
 
     @staticmethod
     def faults(state: State, group: int, pages: list[int]) -> Iterator[str]:
-        if len(set(pages)) != len(pages) or not state.groups[group].idle.keys() >= set(pages):
+        pool = state.groups[group]
+        known = pool.block_of if pool.group.shared else pool.idle
+        if len(set(pages)) != len(pages) or not known.keys() >= set(pages):
             yield "one of these pages is not idle"
 
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
-from engine.trace.kind import Bound, Count, Positive, Text, bounds_of, one_of
+from engine.trace.kind import Bound, Count, Flag, Positive, Text, bounds_of, one_of
 from engine.trace.runs import blocks_of, runs_of
 
 NULL = 0  # page 0 takes the writes of padding; slot 0 has the state before the first token
@@ -29,12 +29,18 @@ OWN = -1  # the place of a request's own slot, which has its newest state; draft
 
 @dataclass(frozen=True, slots=True)
 class SideGroup:
-    """One side group. `num_blocks`: pages or slots, the null block included; `window`: tokens, 0 for states."""
+    """One side group. `num_blocks`: pages or slots, the null block included; `window`: tokens, 0 for states.
+
+    `shared`: the pages are blocks of group 0's pool, as in vLLM (engine/trace/shared_pool.py). `page_tokens`: tokens of
+    a page, 0: those of a block of group 0.
+    """
 
     name: Text
     kind: Annotated[str, one_of("window", "state")]
     num_blocks: Positive
     window: Count = 0
+    shared: Flag = False
+    page_tokens: Count = 0
 
     def first_page(self, tokens: int, block_size: int) -> int:
         """Returns the first block of a sequence whose page the token after `tokens` tokens needs."""
@@ -42,6 +48,17 @@ class SideGroup:
 
 
 GROUP: dict[str, Bound] = bounds_of(SideGroup)
+
+
+class MainPool(Protocol):
+    """The pool of group 0: a State (engine/trace/state.py)."""
+
+    counts: list[int]
+    node_of: array
+
+    def hold_blocks(self, blocks: Iterable[int]) -> None: ...
+    def release_blocks(self, blocks: Iterable[int]) -> None: ...
+    def leave_tree(self, blocks: Sequence[int]) -> None: ...
 
 
 class SidePool:
@@ -85,6 +102,15 @@ class SidePool:
         for page in pages:
             self.holders[page] = 1
         return pages
+
+    def take_pages(self, pages: list[int]) -> None:
+        """Apply a record that says that these pages were taken."""
+        self.take(len(pages))
+
+    def take_faults(self, pages: list[int]) -> Iterator[str]:
+        """Yields why these pages cannot be taken now."""
+        if self.free[len(self.free) - len(pages) :] != pages[::-1]:
+            yield "its pages are not the free pages that are next"
 
     def hold(self, pages: Iterable[int]) -> None:
         """Count one more holder of each page, which the tree keeps."""
@@ -131,14 +157,28 @@ class SidePool:
         """Evict idle pages: they become free, their blocks stay in the tree."""
         self.forget([self.block_of[page] for page in pages])
 
+    def rename(self, block: int, other: int) -> None:
+        """A copy of a block takes its place in the tree (minitui/trace/foreign.py)."""
+        page = self.kept.pop(block, None)
+        if page is not None:
+            self.kept[other] = page
+            self.block_of[page] = other
+
+    def move(self, block: int, node: int) -> None:
+        """A block of the tree now belongs to another node: nothing changes here."""
+
     # ---- snapshots
 
-    def copy(self) -> SidePool:
-        """Returns an independent copy."""
+    def copy(self, state: MainPool) -> SidePool:
+        """Returns an independent copy, for a copy of the state."""
         other = SidePool(self.group)
+        self.copy_to(other)
+        return other
+
+    def copy_to(self, other: SidePool) -> None:
+        """Copy all fields to a pool of the same group."""
         other.free, other.holders, other.kept = list(self.free), self.holders[:], dict(self.kept)
         other.block_of, other.idle, other.num_shared = dict(self.block_of), self.idle.copy(), self.num_shared
-        return other
 
     def snapshot(self) -> dict[str, Any]:
         """Returns plain data. The holders are not in it: the requests of the snapshot name their pages."""
@@ -147,17 +187,14 @@ class SidePool:
             "kept": [list(pair) for pair in self.kept.items()],
         }  # fmt: skip
 
-    @classmethod
-    def from_snapshot(cls, data: dict[str, Any], held: Iterable[int]) -> SidePool:
-        """Returns the pool of a snapshot. `held`: the pages of all requests, a shared page more than once."""
-        pool = cls(SideGroup(**{name: data[name] for name in GROUP}))
-        pool.free = blocks_of(data["free"])
-        pool.keep((block, page) for block, page in data["kept"])
-        pool.idle = OrderedDict.fromkeys(data["idle"])
+    def fill(self, data: dict[str, Any], held: Iterable[int]) -> None:
+        """Fill a new pool from a snapshot. `held`: the pages of all requests, a shared page more than once."""
+        self.free = blocks_of(data["free"])
+        self.keep((block, page) for block, page in data["kept"])
+        self.idle = OrderedDict.fromkeys(data["idle"])
         for page in held:
-            pool.holders[page] += 1
-        pool.num_shared = sum(count > 1 for count in pool.holders)
-        return pool
+            self.holders[page] += 1
+        self.num_shared = sum(count > 1 for count in self.holders)
 
     def check(self, held: Iterable[int]) -> Iterator[str]:
         """Yields what is wrong. `held`: as for `from_snapshot`."""

@@ -14,7 +14,8 @@ from typing import Any
 
 from engine.trace.kind import CHANGES, Bound, Record
 from engine.trace.runs import blocks_of, runs_of
-from engine.trace.side_pool import SidePool
+from engine.trace.shared_pool import new_pool
+from engine.trace.side_pool import GROUP, SideGroup, SidePool
 from engine.trace.views import (
     ACTIVE,
     BLOCKS,
@@ -186,6 +187,8 @@ class State:
             self.node_of[block] = node
             for copy in self.copies.get(block, ()):
                 self.node_of[copy] = node
+            for pool in self.groups:
+                pool.move(block, node)
 
     def stop_decoding(self, request: RequestView) -> None:
         """Take the request out of the decoding set."""
@@ -218,7 +221,7 @@ class State:
         other.waste = None if self.waste is None else replace(self.waste)
         other.free = None if self.free is None else list(self.free)
         other.holders, other.node_of = self.holders[:], self.node_of[:]
-        other.groups = [pool.copy() for pool in self.groups]
+        other.groups = [pool.copy(other) for pool in self.groups]
         for id, n in self.nodes.items():
             node = other.nodes[id] = NodeView(*_NODE_FIELDS(n))
             node.ids, node.blocks, node.children = n.ids[:], n.blocks[:], n.children[:]
@@ -275,7 +278,9 @@ class State:
             state.hold_blocks(r["table"])
         for i, group in enumerate(data.get("groups", ())):
             held = [page for request in state.requests.values() for page in request.side[i].values()]
-            state.groups.append(SidePool.from_snapshot(group, held))
+            pool = new_pool(SideGroup(**{name: group[name] for name in GROUP if name in group}), state)
+            pool.fill(group, held)
+            state.groups.append(pool)
         state.waste = Waste(**_fields(data["waste"], WASTE)) if "waste" in data else None
         state.free = blocks_of(data["free"]) if "free" in data else None
         return state

@@ -33,7 +33,7 @@ from engine.trace.kind import (
     text,
 )  # fmt: skip
 from engine.trace.runs import blocks_of, number_of
-from engine.trace.side_pool import GROUP, SidePool
+from engine.trace.side_pool import GROUP, SideGroup, SidePool
 from engine.trace.views import BLOCKS, NODE, REQUEST, WASTE
 from minitui.trace.lines import MOST_VALUES
 
@@ -159,6 +159,7 @@ def _groups(value: dict[str, Any]) -> None:
     for id, side in sides.items():
         _need(len(side) == len(groups), f"r{id} has pages of {len(side)} side groups, not of {len(groups)}")
     in_tree = {block for node in value["nodes"].values() for block in node["blocks"]}
+    used = in_tree.union(*(request["table"] for _, request in requests), *value.get("copies", {}).values())
     for i, group in enumerate(groups):
         what = f"side group {i}"
         _fields(what, group, GROUP | {"idle": blocks, "kept": rows(positive, positive), "free": Bound(_is_runs)})
@@ -170,8 +171,15 @@ def _groups(value: dict[str, Any]) -> None:
         _need(len(of) == len(kept) == len(group["kept"]), f"{what} keeps a page twice")
         _need(of <= in_tree, f"{what} keeps a page for a block outside the tree")
         _need(max([*held, *kept], default=0) < size, f"a page of {what} is not in its pool")
-        faults = SidePool.from_snapshot(group, held).check(held)
-        _need(not (fault := next(faults, "")), fault)
+        if group["shared"]:
+            _need(size == value["num_blocks"] and not group["free"], f"{what} has another pool than the blocks")
+            _need(not used & {*held, *kept}, f"{what} has blocks that another group has")
+            _need({*group["idle"]} == kept - {*held}, f"the idle pages of {what} are not those without a holder")
+            used |= {*held, *kept}
+            continue
+        pool = SidePool(SideGroup(**{name: group[name] for name in GROUP}))
+        pool.fill(group, held)
+        _need(not (fault := next(pool.check(held), "")), fault)
 
 
 def _is_runs(value: Any) -> bool:

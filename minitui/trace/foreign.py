@@ -62,6 +62,8 @@ class Uncopy(kind.Kind):
             view = state.nodes[state.node_of[block]]
             view.blocks[view.blocks.index(block)] = copies[0]
             del state.copies[block]
+            for pool in state.groups:
+                pool.rename(block, copies[0])
             original, copies = copies[0], copies[1:]
         else:
             copies.remove(block)
@@ -92,6 +94,8 @@ class Swap(kind.Kind):
         view.blocks[view.blocks.index(original)] = block
         copies.remove(block)
         state.copies[block] = [original, *copies]
+        for pool in state.groups:
+            pool.rename(original, block)
 
     @staticmethod
     def faults(state: State, block: int) -> Iterator[str]:

@@ -5,7 +5,7 @@
     scheduler.py, recorder.py        run inside vLLM: write down each step's decisions
     facts.py, ports.py, pipe.py      run there, too: facts about the engine and its ports; messages without ever waiting
     watcher.py, service.py           run in a process beside vLLM: the telemetry endpoint, the recording
-    translate.py, requests.py, blocks.py      turn what vLLM did into minitui's records
+    translate.py, requests.py, blocks.py, side_groups.py      turn what vLLM did into minitui's records
 
 Without the class, for a server that cannot be restarted (`minitui inspect --kv-events`):
 
@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
             from minitui.vllm.scheduler import recording_scheduler
         except ImportError as error:
             raise ImportError(
-                f"minitui was tried with vLLM 0.25.1 and does not fit this version ({error}): start vLLM without "
+                f"minitui was tried with vLLM 0.33.0 and does not fit this version ({error}): start vLLM without "
                 "--scheduler-cls"
             ) from error
         return recording_scheduler

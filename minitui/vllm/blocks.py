@@ -13,6 +13,7 @@ from typing import Any
 from engine.trace.records import Record
 from engine.trace.state import State
 from engine.trace.views import CACHED, FREE, NodeView
+from minitui.vllm.side_groups import SideGroups
 from minitui.vllm.tokens import Tokens
 
 MOST_COMPARED = 64  # siblings that a missing block is compared with
@@ -32,6 +33,12 @@ class Blocks:
         self._sizes = (info["num_blocks"], info["block_size"], info["max_num_batched_tokens"], info["max_num_seqs"])
         self.size: int = info["block_size"]
         self.caching: bool = info["prefix_caching"]
+        self.unit: int = info.get("hash_unit", self.size)  # tokens of one hash
+        self._groups: list[dict[str, Any]] = info.get("groups", [])
+        self._alignment: int = info.get("hit_alignment", self.size)
+        self._predictable: bool = info.get("predictable_hits", False)  # the groups decide alone how long a hit is
+        self.complete = True  # all that is cached in the other groups is known
+        self.sides: SideGroups | None = None  # the other KV cache groups
         self.t = 0.0
         self.state = self._empty()
         self.counts: Counter[str] = Counter()  # records by kind
@@ -42,6 +49,8 @@ class Blocks:
         """Returns an empty state. vLLM takes blocks in another order, and does not report what it computes again."""
         state = State(*self._sizes)
         state.free = state.waste = None
+        if self._groups:
+            self.sides = SideGroups(state, self._groups, self.write)
         return state
 
     def _forget(self) -> None:
@@ -57,6 +66,7 @@ class Blocks:
         seq = self.state.seq
         self.state = self._empty()
         self.state.seq, self.state.step, self.state.t = seq + 2, step, self.t
+        self.complete = False  # vLLM knows cached blocks that no request holds
         self._forget()
 
     def write(self, kind: str, *fields: Any) -> None:
@@ -92,23 +102,48 @@ class Blocks:
         if blocks:
             self.write("alloc", request, blocks)
 
-    def take_new(self, request: int, blocks: list[int]) -> None:
-        """Append blocks that are taken from the pool to a table."""
+    def take_new(self, request: int, blocks: list[int], others: list[list[int]] | None = None) -> None:
+        """Append blocks that are taken from the pool to a table; `others`: to those of the other groups."""
         self.reuse(blocks, f"r{request} needs {len(blocks)}")
         self.alloc(request, blocks)
+        if self.sides is not None and others:
+            for pages in others:
+                self.reuse([page for page in pages if page], f"r{request} needs a page")
+            self.sides.take_new(request, others)
 
-    def take_table(self, request: int, tokens: Tokens, computed: int, table: list[int]) -> None:
-        """Give an admitted request its table. The first `computed` tokens are cached.
+    def take_table(
+        self, request: int, tokens: Tokens, computed: int, table: list[int], others: list[list[int]] | None = None
+    ) -> None:
+        """Give an admitted request its table, and in `others` those of the other groups. The first `computed` tokens
+        are cached.
 
         The tree may not have them: vLLM cached them before the last `whole` message, or a connector loaded them.
         """
         whole = computed // self.size
+        cut = self._cut(request, tokens, computed) if self.sides is not None and self.caching else None
         self.restore(request, tokens, table[:whole], whole)
-        self.take_new(request, table[whole:])
+        if self.sides is not None and others:
+            new = [
+                page for side, pages in zip(self.sides.all, others, strict=True)
+                for page in pages[computed // side.size :] if page
+            ]  # fmt: skip
+            self.reuse([*table[whole:], *new], f"r{request} needs {len(table[whole:]) + len(new)}")
+            self.alloc(request, table[whole:])
+            self.sides.take_table(request, tokens, computed, others)
+        else:
+            self.take_new(request, table[whole:])
         if not self.caching:
             return
-        stop, at = self._reason(request, tokens, whole)
-        self.write("match", request, computed, stop, at, f"{computed:,} of {len(tokens.ids):,} tokens")
+        stop, at, more = cut or (*self._reason(request, tokens, whole), "")
+        self.write("match", request, computed, stop, at, f"{computed:,} of {len(tokens.ids):,} tokens{more}")
+
+    def _cut(self, request: int, tokens: Tokens, computed: int) -> tuple[str, int, str] | None:
+        """Returns the group that cut a hit short, as `stop`, `at` and the end of `detail` of a match record."""
+        assert self.sides is not None
+        depth, common, side = self.sides.explain(tokens, len(tokens.ids) - 1, self._alignment)
+        if self._predictable and (common > computed or (self.complete and common < computed)):
+            self._faults.append(f"r{request}: vLLM took {computed:,} tokens, its groups have {common:,}")
+        return (side.group.kind, depth, f", cut by {side.group.name}") if side and computed < depth else None
 
     def restore(self, request: int, tokens: Tokens, table: list[int], cached: int) -> None:
         """Give a request its table in a new state. Its first `cached` blocks are cached."""
@@ -148,9 +183,16 @@ class Blocks:
         for own, block in zip(path, blocks, strict=False):
             if own != block:
                 self.write("swap", block)
+                self._renamed(block)
         last = state.nodes[node]
         rest = len(path) - len(blocks)
         return node if not rest else self._split(last, len(last.blocks) - rest)
+
+    def _renamed(self, block: int) -> None:
+        """A block has taken the place of one of its copies in the tree."""
+        if self.sides is not None:
+            node = self.state.node_of[block]
+            self.sides.renamed(self._hashes[node][self.state.nodes[node].blocks.index(block)], block)
 
     def _split(self, node: NodeView, n: int) -> int:
         upper, self._next_node = self._next_node, self._next_node + 1
@@ -166,7 +208,7 @@ class Blocks:
         if depth >= limit:
             return ("whole" if limit else "short"), depth * self.size
         following = tokens.hashes(depth + 1)[depth]
-        if following in self._first:
+        if following in self._first and self.sides is None:
             self._faults.append(f"r{request}: vLLM took {depth} blocks, the tree has at least {depth + 1}")
         if following in self._ghosts:
             return "evicted", self._ghosts[following]
@@ -217,6 +259,8 @@ class Blocks:
             self._first[hashes[0]] = leaf
         if step >= 0:
             self._pending.add(step)
+        if self.sides is not None:
+            self.sides.appeared(request, hashes, blocks)
 
     def settle(self, step: int) -> None:
         """The blocks that this step writes are written."""
@@ -231,6 +275,8 @@ class Blocks:
         node_of, run = self.state.node_of, 0  # run: blocks at the end of `node` to evict
         node = -1
         for block in blocks:
+            if self.sides is not None and self.sides.uncache(block):
+                continue
             at = node_of[block]
             if not at:
                 continue
@@ -238,7 +284,10 @@ class Blocks:
             if block in self.state.copies or (block not in view.blocks):
                 self._evict(node, run, reason)
                 node, run = -1, 0
+                copies = self.state.copies.get(block)
                 self.write("uncopy", block)
+                if copies:
+                    self._renamed(copies[0])
                 continue
             if at == node and len(view.blocks) > run and view.blocks[-1 - run] == block:
                 run += 1
@@ -271,6 +320,8 @@ class Blocks:
                     raise Inconsistent(f"block {copy} is evicted while it is in use")
                 self.write("uncopy", copy)
         first = hashes[0]
+        if self.sides is not None:
+            self.sides.vanished(hashes[keep:])
         del hashes[keep:]
         if not keep:
             del self._hashes[node], self._first[first]
@@ -288,4 +339,6 @@ class Blocks:
             view = self.state.nodes[child]
             if not view.users:
                 self._evict_below(view, 0, reason)
+        if self.sides is not None:
+            self.sides.clear()
         self._ghosts.clear()

@@ -9,14 +9,22 @@ from typing import Any
 
 from vllm import __version__
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from engine.errors import EngineError
 from minitui.vllm.ports import ports_of
 
-TRIED = "0.25.1"
+TRIED = "0.33.0"
+MOST_GROUPS = 10
 OF_POOL = ("get_new_blocks", "cache_full_blocks", "evict_blocks")
 OF_CACHING = ("request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size")  # of cache_full_blocks
+OF_GROUPS = ("free_blocks", "cache_partial_block", "_maybe_evict_cached_block", "move_block_hashes")  # of the pool
 OF_SCHEDULER = ("_preempt_request", "_free_blocks", "get_request_counts")
 
 
@@ -39,18 +47,75 @@ def check_names(scheduler: Scheduler) -> None:
         raise AttributeError(f"cache_full_blocks has the parameters {', '.join(parameters)}")
 
 
-def only_manager(scheduler: Scheduler) -> Any:
-    """Returns the manager of the only group of KV caches. Raises ValueError if minitui cannot show this model."""
-    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    if len(managers) != 1:
-        raise ValueError(f"this model has {len(managers)} KV cache groups; minitui shows models with one")
-    if not isinstance(managers[0].kv_cache_spec, FullAttentionSpec | MLAAttentionSpec):
-        kind = type(managers[0].kv_cache_spec).__name__
-        raise ValueError(f"the KV cache of this model is a {kind}; minitui shows full attention only")
-    return managers[0]
+def managers_of(scheduler: Scheduler) -> list[Any]:
+    """Returns the managers of the KV cache groups, that of full attention first. Raises ValueError if minitui cannot
+    show this model."""
+    managers = list(scheduler.kv_cache_manager.coordinator.single_type_managers)
+    if len(managers) > MOST_GROUPS:
+        raise ValueError(f"this model has {len(managers)} KV cache groups; minitui shows up to {MOST_GROUPS}")
+    kinds = [_kind(manager) for manager in managers]
+    if "full" not in kinds:
+        raise ValueError("no layer of this model has full attention; minitui shows models that have some")
+    main = managers.pop(kinds.index("full"))
+    if any(manager.block_pool is not main.block_pool for manager in managers):
+        raise ValueError("the KV cache groups of this model have several block pools; minitui shows models with one")
+    return [main, *managers]
 
 
-def describe(scheduler: Scheduler, block_size: int) -> dict[str, Any]:
+def _kind(manager: Any) -> str:
+    """Returns "full", "window", "chunks" or "state". Raises ValueError for other kinds of KV cache."""
+    spec, name = manager.kv_cache_spec, type(manager).__name__
+    if name in ("FullAttentionManager", "SinkFullAttentionManager") and isinstance(
+        spec, FullAttentionSpec | MLAAttentionSpec
+    ):
+        return "full"
+    if name == "SlidingWindowManager" and isinstance(spec, SlidingWindowSpec):
+        return "window"
+    if name == "ChunkedLocalAttentionManager" and isinstance(spec, ChunkedLocalAttentionSpec):
+        return "chunks"
+    if name == "MambaManager" and isinstance(spec, MambaSpec):
+        return "state"
+    raise ValueError(
+        f"a KV cache group of this model is a {type(spec).__name__}; minitui shows full attention, sliding windows, "
+        "chunked local attention and recurrent states"
+    )
+
+
+def describe_groups(managers: list[Any], max_model_len: int) -> list[dict[str, Any]]:
+    """Returns what the watcher must know about the groups beside the first one with full attention.
+
+    name; kind: "window" or "state" (another group with full attention is a window of the longest text); window: tokens;
+    chunk: tokens of a chunk of local attention, else 0; size: tokens of a block. Their blocks are in one pool.
+    """
+    groups: list[dict[str, Any]] = []
+    for manager in managers:
+        spec, kind = manager.kv_cache_spec, _kind(manager)
+        chunk = spec.attention_chunk_size if kind == "chunks" else 0
+        window = {"window": getattr(spec, "sliding_window", 0), "full": max_model_len + 1}.get(kind, chunk)
+        name = {"window": f"window {window}", "chunks": f"chunks {chunk}"}.get(kind, kind)
+        same = sum(group["name"].partition(" #")[0] == name for group in groups) + (kind == "full")
+        groups.append({
+            "name": f"{name} #{same + 1}" if same else name, "kind": "state" if kind == "state" else "window",
+            "window": window, "chunk": chunk, "size": manager.block_size,
+        })  # fmt: skip
+    return groups
+
+
+def describe_hits(scheduler: Scheduler, managers: list[Any]) -> dict[str, Any]:
+    """Returns what decides how long a hit is. "predictable_hits": only what each group has cached."""
+    coordinator = scheduler.kv_cache_manager.coordinator
+    unit = getattr(coordinator.block_pool, "hash_block_size", managers[0].block_size)
+    partial = getattr(coordinator, "enable_partial_hash_hits", False)
+    looks_ahead = bool(getattr(scheduler, "num_hash_lookahead_tokens", 0))  # a hash depends on tokens after its block
+    drops = looks_ahead or any(getattr(manager, "use_eagle", False) for manager in managers)
+    alignment = unit if partial else getattr(scheduler, "block_size", managers[0].block_size)
+    return {
+        "hash_unit": unit, "hit_alignment": alignment,
+        "predictable_hits": not (partial or drops or scheduler.connector is not None),
+    }  # fmt: skip
+
+
+def describe(scheduler: Scheduler, managers: list[Any]) -> dict[str, Any]:
     """Returns facts about the engine, with the names of minitui's own. Raises EngineError if a port is not valid.
 
     A dense model's config has only one rank left; data_parallel_index is the rank nevertheless.
@@ -66,7 +131,7 @@ def describe(scheduler: Scheduler, block_size: int) -> dict[str, Any]:
         "tokenizer": str(model.tokenizer), "revision": model.tokenizer_revision,
         "dtype": str(model.dtype).split(".")[-1],
         "quantization": model.quantization or "none", "kv_cache_dtype": str(cache.cache_dtype),
-        "num_blocks": scheduler.kv_cache_manager.block_pool.num_gpu_blocks, "block_size": block_size,
+        "num_blocks": scheduler.kv_cache_manager.block_pool.num_gpu_blocks, "block_size": managers[0].block_size,
         "max_num_batched_tokens": scheduler.max_num_scheduled_tokens, "max_num_seqs": scheduler.max_num_running_reqs,
         "max_model_len": scheduler.max_model_len, "vocab_size": model.get_vocab_size(),
         "prefix_caching": bool(cache.enable_prefix_caching), "device": _device(parallel.world_size),
@@ -76,7 +141,10 @@ def describe(scheduler: Scheduler, block_size: int) -> dict[str, Any]:
         "tensor_parallel_size": parallel.tensor_parallel_size, "api_port": ports.api,
         "telemetry_port": ports.telemetry, "telemetry_ports": ports.all,
         "generation": model.get_diff_sampling_param(),
-    }  # fmt: skip
+    } | ({} if len(managers) == 1 else {
+        "groups": describe_groups(managers[1:], scheduler.max_model_len), **describe_hits(scheduler, managers),
+        "notes": [f"vLLM has one block pool for all {len(managers)} KV cache groups: a free block is free for each"],
+    })  # fmt: skip
 
 
 def _device(count: int) -> str:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import compress, islice
 from struct import pack
 from typing import TYPE_CHECKING, Any
 
-from minitui.vllm.facts import check_names, describe, only_manager
+from minitui.vllm.facts import check_names, describe, managers_of
 from minitui.vllm.hooks import Hooks, now
 from minitui.vllm.pipe import Pipe
 from minitui.vllm.ports import key_variables
@@ -46,9 +47,13 @@ class Recorder:
         # Steps: vLLM's output, our number, for how many requests it samples (-1: the watcher does not know which).
         self._in_flight: deque[tuple[SchedulerOutput, int, int]] = deque(maxlen=64)
         check_names(scheduler)
-        self._manager = only_manager(scheduler)
+        self._manager, *self._others = managers = managers_of(scheduler)
+        self._main = self._manager.kv_cache_group_id
+        self._sides = [manager.kv_cache_group_id for manager in self._others]
         self._pool = scheduler.kv_cache_manager.block_pool
-        self._info = describe(scheduler, self._manager.block_size)
+        self._info = describe(scheduler, managers)
+        self._unit = self._info.get("hash_unit", self._manager.block_size)  # tokens of one of vLLM's hashes
+        self._step = self._manager.block_size // self._unit
         self.pipe = pipe or Pipe(key_variables(sys.argv, os.environ))
         try:
             self.pipe.send(("init", now(), self._info))
@@ -56,7 +61,7 @@ class Recorder:
         except Exception:
             self.pipe.close()
             raise
-        self.hooks = Hooks(scheduler, self._manager, self._pool)
+        self.hooks = Hooks(scheduler, self._manager, self._pool, self._others)
         self.hooks.attach()
 
     @property
@@ -103,7 +108,7 @@ class Recorder:
             return None
         inputs = [feature.identifier for feature in request.mm_features or ()]
         names = adapter and adapter.lora_name, request.cache_salt, inputs, embeddings is not None and request.request_id
-        return request.block_hashes[: request.num_prompt_tokens // self._manager.block_size], repr(names).encode()
+        return list(request.block_hashes[: request.num_prompt_tokens // self._unit]), repr(names).encode()
 
     def scheduled(self, output: SchedulerOutput, began: float) -> None:
         """Send what `schedule` decided."""
@@ -114,15 +119,15 @@ class Recorder:
             return
         scheduler, cached = self.scheduler, output.scheduled_cached_reqs
         resumed, ids, grows = cached.resumed_req_ids, cached.req_ids, cached.new_block_ids
-        new = [self._admission(r.req_id, r.num_computed_tokens, r.block_ids[0]) for r in output.scheduled_new_reqs]
+        new = [self._admission(r.req_id, r.num_computed_tokens, r.block_ids) for r in output.scheduled_new_reqs]
         if resumed:
             rows = zip(ids, cached.num_computed_tokens, grows, strict=True)
-            new += [self._admission(id, n, blocks[0]) for id, n, blocks in rows if id in resumed]
+            new += [self._admission(id, n, blocks) for id, n, blocks in rows if id in resumed]
         if len(new) > 1:  # vLLM puts resumed requests behind new ones; `tokens` ends with them in their true order
             place = {id: -i for i, id in enumerate(islice(reversed(tokens), len(new)))}
             new.sort(key=lambda row: place[row[0]])
         grown = [
-            (ids[i], grows[i][0]) for i in compress(range(len(grows)), grows)  # blocks are None in most rows
+            (ids[i], *self._split(grows[i])) for i in compress(range(len(grows)), grows)  # blocks are None in most rows
             if ids[i] not in resumed
         ]  # fmt: skip
         drafts = {id: len(ids) for id, ids in output.scheduled_spec_decode_tokens.items()}
@@ -153,8 +158,13 @@ class Recorder:
             self.send_whole_state()
         self._seconds += now() - ended
 
-    def _admission(self, id: str, computed: int, blocks: list[int]) -> tuple[Any, ...]:
-        return id, computed, blocks, self.scheduler.requests[id].num_tokens
+    def _admission(self, id: str, computed: int, blocks: Sequence[list[int]]) -> tuple[Any, ...]:
+        table, others = self._split(blocks)
+        return id, computed, table, self.scheduler.requests[id].num_tokens, others
+
+    def _split(self, blocks: Sequence[list[int]]) -> tuple[list[int], list[list[int]]]:
+        """Returns the blocks of full attention, and those of the other groups."""
+        return blocks[self._main], [blocks[group] for group in self._sides]
 
     def updated(
         self, output: SchedulerOutput, result: ModelRunnerOutput, replies: dict[int, EngineCoreOutputs], began: float
@@ -216,24 +226,45 @@ class Recorder:
         requests = []
         for id, request in scheduler.requests.items():
             blocks = [block.block_id for block in manager.req_to_blocks.get(id, ())]
-            hashes = request.block_hashes[: manager.num_cached_block.get(id, 0)]
+            hashes = request.block_hashes[: manager.num_cached_block.get(id, 0) * self._step]
+            hashes = hashes[self._step - 1 :: self._step]
             first = [self._pool.get_cached_block(hash, [manager.kv_cache_group_id]) for hash in hashes]
             hits = [found[0].block_id if found else blocks[i] for i, found in enumerate(first)]
             requests.append((
                 *self._facts(request), request.num_computed_tokens, list(request._all_token_ids),
-                request.is_prefill_chunk, blocks, hits, request.num_preemptions,
+                request.is_prefill_chunk, blocks, hits, request.num_preemptions, self.hooks.tables(id),
+                [self._cached_in(manager, id) for manager in self._others],
             ))  # fmt: skip
         running = [request.request_id for request in scheduler.running]
         self._in_flight = deque(((output, number, -1) for output, number, _ in self._in_flight), maxlen=64)
         self.pipe.send(("whole", now(), self.step, requests, waiting, running))
 
+    def _cached_in(self, manager: Any, id: str) -> list[tuple[int, int]]:
+        """Returns the cached blocks in a request's table of another group: block, tokens of the text that it ends."""
+        size, found = manager.block_size, []
+        for i, block in enumerate(manager.req_to_blocks.get(id, ())):
+            if block.block_hash is not None:
+                end = getattr(block, "block_hash_num_tokens", None) or (i + 1) * size
+                found.append((block.block_id, end))
+        return found
+
     def _check(self) -> tuple[Any, ...]:
         """Returns vLLM's own numbers, which the watcher compares with its state.
 
-        They are the number of free blocks, every block table, and a checksum of every request's tokens.
+        They are the number of free blocks, every block table, and a checksum of every request's tokens; with several
+        groups, also the tables of the others, and their cached blocks.
         """
         tables = {
             id: [block.block_id for block in blocks] for id, blocks in self._manager.req_to_blocks.items() if blocks
         }
         sums = {id: checksum(request._all_token_ids) for id, request in self.scheduler.requests.items()}
-        return self._pool.get_num_free_blocks(), tables, sums
+        return self._pool.get_num_free_blocks(), tables, sums, self._check_others() if self._others else None
+
+    def _check_others(self) -> tuple[dict[str, list[list[int]]], list[list[int]]]:
+        cached: list[list[int]] = [[] for _ in self._others]
+        for block in self._pool.blocks:
+            if block.block_hash is not None:
+                group = int.from_bytes(block.block_hash[-4:], "big")  # as vLLM's get_group_id
+                if group != self._main:
+                    cached[self._sides.index(group)].append(block.block_id)
+        return {id: self.hooks.tables(id) for id in self.scheduler.requests}, cached

@@ -51,7 +51,8 @@ class Requests:
         self._decoding: set[str] = set()
         self._running: dict[str, None] = {}  # in vLLM's order
         self._admissions: dict[str, tuple[Any, ...]] = {}
-        self._taking: dict[str, list[int]] = {}  # new blocks of requests, in the order in which vLLM took them
+        # New blocks of requests, and those of other groups, in the order in which vLLM took them.
+        self._taking: dict[str, tuple[list[int], list[list[int]]]] = {}
         self._places: dict[str, int] = {}  # the order in which vLLM scheduled the requests of this step
         self._in_step = -1  # the step whose `schedule` message is being translated
 
@@ -61,11 +62,11 @@ class Requests:
     def _add(self, t: float, id: str, prompt: list[int], most: int, more: tuple[list[bytes], bytes] | None) -> None:
         self._at(t)
         number, self._next_id = self._next_id, self._next_id + 1
-        self._known[id] = Known(number, Tokens(prompt, self.blocks.size, more), self.blocks.t)
+        self._known[id] = Known(number, Tokens(prompt, self.blocks.size, more, self.blocks.unit), self.blocks.t)
         self.blocks.write("submit", number, group_of(id), len(prompt), most)
 
     def _admit(self, id: str) -> None:
-        _, computed, table, tokens = self._admissions.pop(id)
+        _, computed, table, tokens, others = self._admissions.pop(id)
         request = self._known[id]
         if len(request.tokens.ids) != tokens:
             raise Inconsistent(f"r{request.id} has {tokens} tokens, and {len(request.tokens.ids)} follow from messages")
@@ -75,7 +76,7 @@ class Requests:
         resumed = self.blocks.state.requests[request.id].state == "preempted"
         self.blocks.write("admit", request.id, request.row, "resumed" if resumed else "new")
         request.admitted = request.admitted or self.blocks.t
-        self.blocks.take_table(request.id, request.tokens, computed, table)
+        self.blocks.take_table(request.id, request.tokens, computed, table, others)
         request.done, request.target = computed, tokens
         self._prefilling[id] = request
         self._running[id] = None
@@ -87,25 +88,28 @@ class Requests:
         """Collect the new blocks of a step. A request that the step preempts may have got some before."""
         self._admissions = {admission[0]: admission for admission in admissions}
         self._places = {id: i for i, id in enumerate([*self._running, *self._admissions])}
-        self._taking = dict(grown)
-        requests = self.blocks.state.requests
-        for _, id, table in (event for event in events if event[0] == "p"):
-            if blocks := table[len(requests[self._known[id].id].table) :]:
-                self._taking[id] = blocks
+        self._taking = {id: (blocks, others) for id, blocks, others in grown}
+        requests, sides = self.blocks.state.requests, self.blocks.sides
+        for _, id, table, others in (event for event in events if event[0] == "p"):
+            request = self._known[id].id
+            new = sides.new_pages(request, others) if sides is not None and id in self._running else []
+            if (blocks := table[len(requests[request].table) :]) or any(new):
+                self._taking[id] = blocks, new
         places = sorted((self._places[id], id) for id in self._taking)
-        self._taking = {id: self._taking[id] for _, id in places} | {id: [] for id in self._admissions}
+        self._taking = {id: self._taking[id] for _, id in places} | {id: ([], []) for id in self._admissions}
 
-    def _touch(self, id: str) -> None:
-        """Apply the new blocks that vLLM took until a request had its turn, if they are not applied yet."""
+    def _touch(self, id: str, own: bool = True) -> None:
+        """Apply the new blocks that vLLM took until a request had its turn, if they are not applied yet. `own`: and
+        those of this request."""
         while self._taking:
             first = next(iter(self._taking))
-            if self._places[first] > self._places[id]:
+            if self._places[first] > self._places[id] or (first == id and not own):
                 return
-            blocks = self._taking.pop(first)
+            blocks, others = self._taking.pop(first)
             if first in self._admissions:
                 self._admit(first)
             else:
-                self.blocks.take_new(self._known[first].id, blocks)
+                self.blocks.take_new(self._known[first].id, blocks, others)
 
     def _leave(self, id: str) -> Known:
         request = self._known[id]
@@ -115,6 +119,8 @@ class Requests:
         self._running.pop(id, None)
         self._prefilling.pop(id, None)
         self._decoding.discard(id)
+        if self.blocks.sides is not None:
+            self.blocks.sides.left(request.id)
         return request
 
     # ---- events
@@ -148,6 +154,28 @@ class Requests:
                 self.blocks.reuse(fields[0], "")
             elif kind == "r":
                 self.blocks.clear(CLEARED)
+            elif self.blocks.sides is not None:
+                self._apply_to_sides(kind, fields)
+
+    def _apply_to_sides(self, kind: str, fields: list[Any]) -> None:
+        """Apply an event of the other KV cache groups."""
+        sides, id = self.blocks.sides, fields[0]
+        assert sides is not None
+        if kind == "m":
+            self.blocks.reuse(fields[1:], "vLLM copies a state into it")
+            sides.move(*fields)
+            return
+        self._touch(id, own=kind != "d")
+        request = self._known[id]
+        if kind == "d":
+            sides.drop(request.id, fields[1])
+        elif kind == "s":
+            _, group, ends, pages = fields
+            for end, page in zip(ends, pages, strict=True):
+                sides.cache(group, request.id, request.tokens.at(end), page, alone=True)
+        elif kind == "t":
+            _, group, end, page, alone = fields
+            sides.cache(group, request.id, request.tokens.at(end), page, alone)
 
     def _append(self, rows: list[str], tokens: bytes | list[list[int]]) -> None:
         """Append new tokens of these requests: an array with one of each, or a list of each."""

@@ -11,13 +11,17 @@ The messages, in order; times are seconds of one clock:
     cost      steps, seconds that they took in vLLM's process for this recording
     whole     t, step, every request, the queue, the running ones: instead of messages that were lost
 
-Events: ("c", ids, starts, ends) blocks of these requests are cached; ("p", id, block table) preempted; ("f", id,
-status, tokens) finished; ("r",) the prefix cache was cleared; with a KV connector: ("l", id) ended, but its blocks are
-kept; ("g", blocks) taken from the pool, ("e", blocks) evicted.
-An admission is (id, cached tokens, block table, tokens); grown is [(id, new blocks)]. A step computes one token, and
-its drafts, for each running request. Exceptions: for those left out it computes nothing, and several is [(id, tokens)]
-of those for which it computes more. New tokens are lists for the requests `ids`; None: an array with one for each
-request that the step samples.
+Events: ("c", ids, starts, ends) blocks of these requests are cached; ("p", id, block table, others) preempted; ("f",
+id, status, tokens) finished; ("r",) the prefix cache was cleared; ("e", blocks) evicted; with a KV connector: ("l", id)
+ended, but its blocks are kept; ("g", blocks) taken from the pool.
+With several KV cache groups: `others` are block tables of the groups beside full attention, with 0 for empty entries;
+("d", id, blocks) a request gave back blocks of other groups, ("s", id, group, ends, blocks) blocks of a group are
+cached, each for the text before its end, ("t", id, group, end, block, whether for this text only) a block is,
+("m", block, block) what was cached in the first is in the second.
+An admission is (id, cached tokens, block table, tokens, others); grown is [(id, new blocks, others)]. A step computes
+one token, and its drafts, for each running request. Exceptions: for those left out it computes nothing, and several is
+[(id, tokens)] of those for which it computes more. New tokens are lists for the requests `ids`; None: an array with one
+for each request that the step samples.
 
 Running requests take blocks first, in the order in which they were admitted, then those that the step admits. vLLM
 takes the blocks of a request before it reports them, so new blocks are applied when an event first names their request
@@ -211,12 +215,12 @@ class Translator(Requests):
         order = {id: place for place, id in enumerate(waiting)}
         requests = sorted(requests, key=lambda row: order.get(row[0], -1))
         self._running = dict.fromkeys(running)
-        known = {row[0]: Tokens(row[1], self.blocks.size, row[3]) for row in requests}
+        known = {row[0]: Tokens(row[1], self.blocks.size, row[3], self.blocks.unit) for row in requests}
         for row in requests:
             known[row[0]].ids = row[5]
         for row in requests:  # the oldest of equal blocks first: vLLM hits these
             self.blocks.remember(known[row[0]], row[8])
-        for id, prompt, most, _, computed, ids, prefills, table, hits, preemptions in requests:
+        for id, prompt, most, _, computed, ids, prefills, table, hits, preemptions, others, cached in requests:
             if id not in numbers:
                 numbers[id] = (self._next_id, self.blocks.t, 0.0, False)
                 self._next_id += 1
@@ -233,6 +237,8 @@ class Translator(Requests):
             self.blocks.write("admit", number, request.row, "new")
             view.admitted = request.admitted
             self.blocks.restore(number, known[id], table, len(hits))
+            if self.blocks.sides is not None:
+                self.blocks.sides.restore(number, known[id], others, cached)
             view.base, request.done, request.target = computed, computed, len(ids)
             if prefills and id in self._running:
                 self._prefilling[id] = request
@@ -240,12 +246,14 @@ class Translator(Requests):
 
     # ---- the truth
 
-    def _compare(self, check: tuple[int, dict[str, list[int]], dict[str, int]] | None) -> None:
+    def _compare(self, check: tuple[int, dict[str, list[int]], dict[str, int], Any] | None) -> None:
         """Note where vLLM's own numbers differ from the state."""
         if check is None or len(self.faults) > MOST_FAULTS:
             return
         self.checked += 1
-        free, tables, sums = check
+        free, tables, sums, others = check
+        if others is not None:
+            self._compare_others(*others)
         if free != self.blocks.available:
             self.faults.append(f"step {self.blocks.state.step}: {self.blocks.available} blocks free, vLLM has {free}")
         for id, request in self._known.items():
@@ -259,3 +267,18 @@ class Translator(Requests):
         if extra := set(tables) - set(self._known):
             self.faults.append(f"step {self.blocks.state.step}: vLLM holds blocks for {sorted(extra)[:3]}")
         self.faults += self.blocks.take_faults()
+
+    def _compare_others(self, tables: dict[str, list[list[int]]], cached: list[list[int]]) -> None:
+        """Note where the tables and the cached blocks of the other KV cache groups differ."""
+        sides, step = self.blocks.sides, self.blocks.state.step
+        assert sides is not None
+        for id, request in self._known.items():
+            own = sides.tables(request.id)
+            if own != (theirs := tables.get(id, [[] for _ in own])):
+                self.faults.append(f"step {step}: r{request.id}'s other tables are {own}, vLLM's {theirs}")
+        for side, blocks in zip(sides.all, cached, strict=True):
+            pool = self.blocks.state.groups[side.index]
+            if pool.available != self.blocks.available:
+                self.faults.append(f"step {step}: {side.group.name} has {pool.available} blocks free")
+            if set(side.texts) - set(blocks) or (self.blocks.complete and set(blocks) != set(side.texts)):
+                self.faults.append(f"step {step}: {side.group.name} caches {sorted(set(side.texts) ^ set(blocks))[:5]}")

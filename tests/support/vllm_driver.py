@@ -6,6 +6,7 @@ Import this only where vLLM is installed.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import deque
 from concurrent.futures import Future
@@ -25,7 +26,14 @@ from vllm.config import (
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -43,11 +51,14 @@ CONFIG = {
 def make_scheduler(
     directory: Path, blocks: int = 60, rows: int = 8, budget: int = 128, caching: bool = True,
     asynchronous: bool = False, drafts: int = 0, policy: str = "fcfs", chunked: bool = True, log_stats: bool = True,
-    window: int = 0, rank: int = 0,
+    rank: int = 0, groups: str = "", size: int = BLOCK, unit: int = 0, states: str = "align",
+    dense: bool = False,
 ) -> Any:  # fmt: skip
     """Returns vLLM's scheduler, recorded. Its watcher runs, unless a test has replaced minitui.vllm.recorder.Pipe.
 
-    `window`: there is a second KV cache group, with sliding windows of this size. `rank`: of a dense model's engine.
+    `rank`: of a dense model's engine. `groups`: KV cache groups, as "full window:64 state": see `_spec`. `size`: tokens
+    of a block; `unit`: of a hash, 0: of a block. `states`: vLLM's mode of caching recurrent states. `dense`: all pages
+    of windows and states are cached, as before 0.28; else what the version retains by default.
     """
     (directory / "config.json").write_text(json.dumps(CONFIG))
     model = ModelConfig(
@@ -59,7 +70,8 @@ def make_scheduler(
         is_encoder_decoder=False,
         enable_chunked_prefill=chunked, async_scheduling=asynchronous, policy=policy,
     )  # fmt: skip
-    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=caching)
+    cache = CacheConfig(block_size=size, enable_prefix_caching=caching)
+    cache.mamba_cache_mode = states if caching else "none"
     speculative = None
     if drafts:
         speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=4)
@@ -69,18 +81,46 @@ def make_scheduler(
     )  # fmt: skip
     config.parallel_config.data_parallel_index = config.parallel_config.data_parallel_rank_local = rank
     cache.num_gpu_blocks = blocks
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    groups = [KVCacheGroupSpec(["layer"], spec)]
-    if window:
-        sliding = SlidingWindowSpec(
-            block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=window
-        )
-        groups.append(KVCacheGroupSpec(["other layer"], sliding))
-    pool = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    specs = [_spec(words, size, cache.mamba_cache_mode, drafts) for words in (groups or "full").split()]
+    retains = {} if dense else {
+        name: getattr(cache, name) for name in ("prefix_cache_retention_interval",) if hasattr(cache, name)
+    }  # fmt: skip
+    pool = KVCacheConfig(
+        num_blocks=blocks, kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)],
+        **retains,
+    )  # fmt: skip
     init_none_hash(sha256)
+    sizes = [spec.block_size for spec in specs]
+    if caching:
+        unit = unit or math.gcd(*sizes)
     return recording_scheduler(
         vllm_config=config, kv_cache_config=pool, structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK, log_stats=log_stats,
+        block_size=math.lcm(*sizes), log_stats=log_stats,
+        **({"hash_block_size": unit} if len(sizes) > 1 and unit else {}),
+    )  # fmt: skip
+
+
+def _spec(words: str, size: int, states: str, drafts: int) -> Any:
+    """Returns the specification of one KV cache group: "full", "window:TOKENS", "chunks:TOKENS" or "state".
+
+    Another number of tokens of a block may follow: "window:64:8".
+    """
+    kind, *numbers = words.split(":")
+    shape = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    if kind in ("full", "state"):
+        size = int(numbers[0]) if numbers else size
+    elif len(numbers) > 1:
+        size = int(numbers[1])
+    if kind == "full":
+        return FullAttentionSpec(block_size=size, **shape)
+    if kind == "window":
+        return SlidingWindowSpec(block_size=size, sliding_window=int(numbers[0]), **shape)
+    if kind == "chunks":
+        return ChunkedLocalAttentionSpec(block_size=size, attention_chunk_size=int(numbers[0]), **shape)
+    return MambaSpec(
+        block_size=size if states == "align" else 4096, shapes=((1,),), dtypes=(torch.float32,),
+        mamba_cache_mode=states, num_speculative_blocks=drafts,
     )  # fmt: skip
 
 
@@ -113,7 +153,7 @@ class Load:
         self._compiling: list[Future[Grammar]] = []
         self._queue: deque[Any] = deque()
         self._alive: list[str] = []
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._hasher = get_request_block_hasher(scheduler.kv_cache_manager.block_pool.hash_block_size, sha256)
         draw = self.random.randrange
         self._prefixes = [[draw(vocabulary) for _ in range(draw(1, 160))] for _ in range(5)]
 

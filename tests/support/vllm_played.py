@@ -115,7 +115,7 @@ class Played:
         self.max_num_scheduled_tokens, self.max_num_running_reqs, self.max_model_len = (
             info[name] for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len")
         )
-        self.manager = SimpleNamespace(
+        self.manager = FullAttentionManager(
             block_size=self.size, kv_cache_spec=Spec(), kv_cache_group_id=0, req_to_blocks={}, num_cached_block={}
         )
         self.pool = Pool(info["num_blocks"])
@@ -271,6 +271,13 @@ def _config(info: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
+SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec")
+
+
+class FullAttentionManager(SimpleNamespace):
+    """Of the only KV cache group."""
+
+
 def make_scheduler(info: dict[str, Any], pipe: type) -> Any:
     """Returns minitui's scheduler class over the stand-in. `pipe`: of the recorder."""
     import minitui.vllm as package
@@ -281,7 +288,7 @@ def make_scheduler(info: dict[str, Any], pipe: type) -> Any:
         _module("vllm.platforms", current_platform=platform), _module("vllm.v1"), _module("vllm.v1.core"),
         _module("vllm.v1.core.sched"), _module("vllm.v1.core.sched.scheduler", Scheduler=Played),
         _module("vllm.v1.core.sched.async_scheduler", AsyncScheduler=PlayedAsync),
-        _module("vllm.v1.kv_cache_interface", FullAttentionSpec=Spec, MLAAttentionSpec=Spec),
+        _module("vllm.v1.kv_cache_interface", **dict.fromkeys(SPECS, Spec)),
     ])  # fmt: skip
     with mock.patch.dict(sys.modules, stubs), mock.patch.dict(vars(package)):  # both are as before afterwards
         for name in OURS:

@@ -85,11 +85,11 @@ def test_a_wrong_count_a_wrong_table_and_wrong_tokens_are_found() -> None:
     (_, *init), *messages = messages_of("asynchronous")
     translator = Translator(*init)
     at = next(i for i, message in enumerate(messages) if message[0] == "schedule" and len(message[-1][1]) > 3)
-    free, tables, sums = messages[at][-1]
+    free, tables, sums, _ = messages[at][-1]
     id = next(iter(tables))
     for message in messages[:at]:
         translator.take(message)
-    translator.take([*messages[at][:-1], [free + 1, {**tables, id: tables[id][::-1]}, {**sums, id: 1}]])
+    translator.take([*messages[at][:-1], [free + 1, {**tables, id: tables[id][::-1]}, {**sums, id: 1}, None]])
     assert len(translator.faults) == 3
 
 
@@ -274,7 +274,7 @@ async def test_a_chat_with_vllm_is_the_request_in_the_panels(tmp_path: Path, to_
 
         id = f"cmpl-{head['x-request-id']}-0-1234abcd"
         beside.send("add", 0.001, id, PROMPT, 63, None)
-        admission = (id, 0, [1, 2, 3, 4], 60)
+        admission = (id, 0, [1, 2, 3, 4], 60, [])
         beside.send("schedule", 0.002, 0.003, 0, [], [admission], [], [], [(id, 60)], {}, 60, 1, 0, None)
         beside.send("update", 0.013, 0.014, 0, [("f", id, "FINISHED_LENGTH_CAPPED", 3)], None, [[7, 8, 9]], [id], None)
         async with asyncio.timeout(10):
@@ -415,7 +415,7 @@ async def test_the_telemetry_hides_texts_and_needs_the_key(tmp_path: Path, monke
     async with beside_vllm() as beside, attached(beside, tmp_path, key="k" * 20) as source:
         assert await find_async(beside.api.url, "wrong") == []
         beside.send("add", 0.001, "cmpl-1", PROMPT, 63, None)
-        admission = ("cmpl-1", 0, [1, 2, 3, 4], 60)
+        admission = ("cmpl-1", 0, [1, 2, 3, 4], 60, [])
         events = [("c", ["cmpl-1"], [0], [3])]
         beside.send("schedule", 0.002, 0.003, 0, events, [admission], [], [], [("cmpl-1", 60)], {}, 60, 1, 0, None)
         nodes: dict[int, Any] = {}

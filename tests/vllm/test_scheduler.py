@@ -124,14 +124,15 @@ def test_a_block_that_was_cached_before_lost_messages_is_hit_again(make):
     assert pipe.translator.faults == []
 
 
-def test_several_kv_cache_groups_are_not_recorded_and_vllm_says_so(tmp_path, said):
-    scheduler = make_scheduler(tmp_path, window=64)
+def test_a_model_without_full_attention_is_not_recorded_and_vllm_says_so(tmp_path, said):
+    scheduler = make_scheduler(tmp_path, groups="window:64")
     load = Load(scheduler, 1)
     load.run(60)
     load.finish()
     assert scheduler._recorder is None and load.steps >= 60
     assert said == [
-        "minitui does not record this engine: this model has 2 KV cache groups; minitui shows models with one"
+        "minitui does not record this engine: no layer of this model has full attention; minitui shows models that "
+        "have some"
     ]
 
 
@@ -186,7 +187,7 @@ def test_an_exception_anywhere_ends_the_recording_and_not_vllm(monkeypatch, tmp_
     load.run(120)
     load.finish()
     assert scheduler._recorder is None and load.steps >= 120
-    why = "AttributeError('it has another name'); minitui was tried with vLLM 0.25.1, and this is vLLM 0.99.0"
+    why = "AttributeError('it has another name'); minitui was tried with vLLM 0.33.0, and this is vLLM 0.99.0"
     assert said == [f"minitui's recording ends: {why}"]
 
 
@@ -197,7 +198,7 @@ def test_a_version_without_a_method_is_not_recorded_and_vllm_says_so(monkeypatch
     Load(scheduler, 1).run(20)
     [line] = said
     assert line.startswith("minitui does not record this engine: AttributeError(") and "cache_all_blocks" in line
-    assert line.endswith("; minitui was tried with vLLM 0.25.1, and this is vLLM 0.99.0")
+    assert line.endswith("; minitui was tried with vLLM 0.33.0, and this is vLLM 0.99.0")
 
 
 def test_a_version_with_other_parameters_is_not_recorded_and_vllm_says_so(monkeypatch, tmp_path, said):
@@ -214,7 +215,7 @@ def test_a_vllm_without_this_scheduler_ends_with_a_sentence(monkeypatch):
     import minitui.vllm
 
     monkeypatch.setitem(sys.modules, "minitui.vllm.scheduler", None)
-    with pytest.raises(ImportError, match=r"tried with vLLM 0.25.1 and does not fit this version .*: start vLLM with"):
+    with pytest.raises(ImportError, match=r"tried with vLLM 0.33.0 and does not fit this version .*: start vLLM with"):
         minitui.vllm.RecordingScheduler  # noqa: B018
 
 
