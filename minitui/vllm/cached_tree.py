@@ -15,7 +15,8 @@ from engine.trace.records import CLEARED
 from engine.trace.views import NodeView
 from minitui.trace.foreign import REMOVED
 from minitui.vllm.blocks import Blocks, Inconsistent
-from minitui.vllm.kv_messages import Event, Hash
+from minitui.vllm.cached_groups import CachedGroups
+from minitui.vllm.kv_messages import FULL, Event, Hash
 
 UNKNOWN_BEGINNING = "texts whose beginning is unknown"
 NO_ROOM = "texts for which minitui has no room"
@@ -38,6 +39,7 @@ class CachedTree(Blocks):
         self._block_of: dict[Hash, int] = {}
         self._copies: Counter[Hash] = Counter()  # blocks with the content of another block
         self._unused = list(range(self._sizes[0] - 1, 0, -1))
+        self.groups = CachedGroups(self)
 
     def __len__(self) -> int:
         """Returns the number of cached blocks with different contents."""
@@ -54,12 +56,38 @@ class CachedTree(Blocks):
         for event in events:
             if event.where:
                 self.left_out[event.where] += 1
-        for kind, group in groupby((event for event in events if not event.where), key=lambda event: event.kind):
+        known = (event for event in events if not event.where and self._is_of_tree(event))
+        for kind, group in groupby(known, key=lambda event: event.kind):
             if kind == "BlockRemoved":  # vLLM sends one event for each block
                 self._take_removed(hash for event in group for hash in event.hashes)
                 continue
             for event in _joined(group):
                 self._take(event)
+
+    def _is_of_tree(self, event: Event) -> bool:
+        """Returns whether the tree shows an event; the other groups take theirs."""
+        if event.kind == "AllBlocksCleared":
+            self.groups.clear()
+            return True
+        alone = not event.group and not self.groups.others and event.spec in FULL
+        if self.groups.is_main(event) or alone:
+            return True
+        self.groups.take(event)
+        return False
+
+    def block_of(self, hash: Hash) -> int | None:
+        """Returns the block of the tree that ends with a text."""
+        return self._block_of.get(hash)
+
+    def get_pages(self, n: int) -> list[int]:
+        """Returns unused numbers of blocks, as many as there are."""
+        pages = self._unused[len(self._unused) - n :]
+        del self._unused[len(self._unused) - n :]
+        return pages
+
+    def give_back(self, pages: list[int]) -> None:
+        """These numbers are unused again."""
+        self._unused += pages
 
     def _take(self, event: Event) -> None:
         if event.kind == "BlockStored":
@@ -107,6 +135,7 @@ class CachedTree(Blocks):
             self.write("store", leaf, node, ids, blocks)
             self._hashes[leaf] = list(hashes)  # type: ignore[arg-type]
             self._first[hashes[0]] = leaf  # type: ignore[index]
+        self.groups.appeared(hashes)
 
     def _node_at_block(self, node: int, n: int) -> int:
         """Returns the node that ends with block `n` of `node`; splits the node if necessary."""
@@ -147,10 +176,13 @@ class CachedTree(Blocks):
         if not n:
             return
         view = self.state.nodes[node]
-        for hash in self._hashes[node][len(view.blocks) - n :]:
+        gone = self._hashes[node][len(view.blocks) - n :]
+        for hash in gone:
             self._unused.append(self._block_of.pop(hash))
             del self._copies[hash]
         super()._evict(node, n, reason)
+        for hash in gone:
+            self.groups.vanished(hash)
 
 
 def _place(view: NodeView, block: int, n: int) -> int:

@@ -18,16 +18,20 @@ MOST_EVENTS = 1 << 17  # of one message: one for each token of a long prompt, wi
 MOST_ITEMS = 1 << 18  # hashes or tokens of one event
 MAX_BLOCK = 4096  # tokens
 MAX_TOKEN = 1 << 31
+MOST_GROUPS = 64  # KV cache groups
 STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
-          "extra_keys", "group_idx")  # fmt: skip
+          "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")  # fmt: skip
 REMOVED = ("block_hashes", "medium", "group_idx")
 FIELDS: dict[str, tuple[str, ...]] = {"BlockStored": STORED, "BlockRemoved": REMOVED, "AllBlocksCleared": ()}
 Hash = int | bytes
+FULL = (None, "", "full_attention", "mla_attention", "sink_full_attention")  # kinds that keep all of a text
 
 
 @dataclass
 class Event:
-    """One event. `where`: why the tree does not show it, in a few words; empty if the tree shows it."""
+    """One event. `where`: why the tree does not show it, in a few words; empty if the tree shows it. `group`: the KV
+    cache group; `spec`: its kind in vLLM's words, empty in older versions; `window`: tokens of a sliding window, or 0.
+    """
 
     kind: str
     hashes: list[Hash] = field(default_factory=list)
@@ -35,6 +39,9 @@ class Event:
     ids: list[int] = field(default_factory=list)
     size: int = 0
     where: str = ""
+    group: int = 0
+    spec: str = ""
+    window: int = 0
 
 
 def read(payload: bytes) -> tuple[float, Iterator[Event], int]:
@@ -95,10 +102,14 @@ def _event(event: Any) -> Event:
     where = ""
     if values.get("medium") not in (None, "GPU"):
         where = "blocks outside of the GPU's memory"
-    elif values.get("group_idx") not in (None, 0):
-        where = "blocks of other KV cache groups"
+    group, spec, window = (values.get(name) for name in ("group_idx", *STORED[-2:]))
+    for value, most in ((group, MOST_GROUPS - 1), (window, MAX_TOKEN)):
+        if value is not None and (type(value) is not int or not 0 <= value <= most):
+            raise ValueError(f"a {kind} event has no valid KV cache group")
+    if not (spec is None or (type(spec) is str and len(spec) <= 40)):
+        raise ValueError(f"a {kind} event has no valid KV cache group")
     if kind != "BlockStored":
-        return Event(kind, hashes, where=where)
+        return Event(kind, hashes, where=where, group=group or 0)
     parent, ids, size = values.get("parent_block_hash"), values.get("token_ids"), values.get("block_size")
     if not (parent is None or type(parent) in (int, bytes)) or type(size) is not int or not 0 < size <= MAX_BLOCK:
         raise ValueError("a BlockStored event has no valid parent or block size")
@@ -106,6 +117,6 @@ def _event(event: Any) -> Event:
         ids = [pair[0] if type(pair) is list and len(pair) == 2 else None for pair in ids]
     if not isinstance(ids, list) or any(type(token) is not int or not 0 <= token < MAX_TOKEN for token in ids):
         raise ValueError("a BlockStored event has no valid token ids")
-    if len(ids) != len(hashes) * size:
+    if len(ids) != len(hashes) * size and spec in FULL:
         where = where or "blocks without all of their tokens"
-    return Event(kind, hashes, parent, ids, size, where)
+    return Event(kind, hashes, parent, ids, size, where, group or 0, spec or "", window or 0)

@@ -389,6 +389,40 @@ def test_what_the_tree_does_not_show_is_counted() -> None:
     assert sum(tree.left_out.values()) == 6 and len(tree.left_out) == 6 and len(tree) == 0
 
 
+def test_blocks_of_other_groups_are_kept_for_the_texts_of_the_tree() -> None:
+    """Also if they are stored before the text, are there twice, or stay when the text has gone."""
+    tree = CachedTree(9, 4)
+
+    def take(*events: Any) -> dict[str, dict[int, int]]:
+        tree.take(0.0, list(read(msgpack.packb([1.0, events]))[1]))
+        return {pool.group.name: dict(pool.kept) for pool in tree.state.groups}
+
+    state = {"group_idx": 0, "kv_cache_spec_kind": "mamba"}
+    window = {"group_idx": 2, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8}
+    full = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+    assert take(stored([2], parent=1, token_ids=[], **state), stored([1, 2], **window)) == {"state": {}, "window 8": {}}
+    kept = take(stored([1, 2], **full))
+    first, second = tree._block_of[1], tree._block_of[2]
+    assert kept["state"].keys() == {second} and kept["window 8"].keys() == {first, second}
+    assert take(stored([1], **window), removed(1) | {"group_idx": 2}) == kept, "there were two"
+    assert take(removed(1) | {"group_idx": 2})["window 8"].keys() == {second}
+    assert take(removed(2) | {"group_idx": 1}, removed(1) | {"group_idx": 1}) == {"state": {}, "window 8": {}}
+    assert len(take(stored([1, 2], **full))["state"]) == 1 and not tree.left_out, "its text is back"
+    assert take({"type": "AllBlocksCleared"}) == {"state": {}, "window 8": {}} == take(stored([1, 2], **full))
+    assert len(tree._unused) == 6
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"group_idx": -1}, {"group_idx": 64}, {"group_idx": "1"}, {"group_idx": True}, {"kv_cache_spec_kind": "x" * 41},
+     {"kv_cache_spec_kind": 1}, {"kv_cache_spec_sliding_window": -1}, {"kv_cache_spec_sliding_window": 1 << 40}],
+    ids=str,
+)  # fmt: skip
+def test_a_group_that_is_not_valid_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="no valid KV cache group"):
+        list(read(msgpack.packb([1.0, [stored([1], **wrong)]]))[1])
+
+
 # SGLang 0.5: the labels and the comments of its page; a page of its pool is a block here
 SGLANG = """# HELP sglang:num_running_reqs The number of running requests.
 # TYPE sglang:num_running_reqs gauge
@@ -512,36 +546,50 @@ def test_after_each_message_of_a_real_run_the_tree_has_the_cached_blocks() -> No
     assert tree.stored > 1000 and tree.removed > 500 and not tree.left_out
 
 
-def test_the_events_of_vllms_own_classes_give_vllms_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("groups", ["", "full window:64 state", "window:40 full"])
+def test_the_events_of_vllms_own_classes_give_vllms_cache(
+    groups: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed", exc_type=ImportError)
     from vllm.distributed.kv_events import KVEventBatch, msgspec
-    from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+    from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
 
     import minitui.vllm.recorder as recording
     from tests.support.vllm_direct import Kept
     from tests.support.vllm_driver import Load, make_scheduler
 
     monkeypatch.setattr(recording, "Pipe", Kept)
-    scheduler = make_scheduler(tmp_path, blocks=90, rows=12, asynchronous=True)
-    load, tree, encode = Load(scheduler, 5, 2), CachedTree(90, 16), msgspec.msgpack.Encoder().encode
+    blocks, steps = (200, 150) if groups else (90, 400)
+    scheduler = make_scheduler(tmp_path, blocks=blocks, rows=12, asynchronous=True, groups=groups)
+    load, tree, encode = Load(scheduler, 5, 2), CachedTree(blocks, 16), msgspec.msgpack.Encoder().encode
+    main = groups.split().index("full") if groups else 0
     pool = scheduler.kv_cache_manager.block_pool
-    pool.enable_kv_cache_events = True
+    pool.enable_kv_cache_events = scheduler.kv_cache_manager.enable_kv_cache_events = True
     batches: list[bytes] = []
     monkeypatch.setattr(scheduler.kv_event_publisher, "publish", lambda batch: batches.append(encode(batch)))
     for _ in range(3):  # equal prompts at the same time: blocks with equal contents
         load.add([1] * 64, 5)
     copies = 0
-    for step in range(1, 400):
+    for step in range(1, steps):
         load.run(step)
-        batches.append(encode(KVEventBatch(ts=float(step), events=pool.take_events())))
+        batches.append(encode(KVEventBatch(ts=float(step), events=scheduler.kv_cache_manager.take_events())))
         for batch in batches:
             tree.take(float(step), list(read(batch)[1]))
         batches.clear()
-        blocks = pool.cached_block_hash_to_block._cache
-        assert set(tree._block_of) == {maybe_convert_block_hash(get_block_hash(key)) for key in blocks}
-        assert tree.copies == sum(len(value) - 1 for value in blocks.values() if isinstance(value, dict))
+        cached: dict[int, dict[Any, int]] = {}  # of each group: hash -> blocks
+        for key, value in pool.cached_block_hash_to_block._cache.items():
+            hash = maybe_convert_block_hash(get_block_hash(key))
+            cached.setdefault(get_group_id(key), {})[hash] = len(value) if isinstance(value, dict) else 1
+        texts = cached.pop(main, {})
+        assert set(tree._block_of) == set(texts) and tree.copies == sum(texts.values()) - len(texts)
+        assert {n: dict(group.blocks) for n, group in tree.groups.others.items() if group.blocks} == cached
+        for group in tree.groups.others.values():
+            assert set(group.pages) == set(group.blocks) & set(texts), "kept for the texts that are in the tree"
+            assert set(tree.state.groups[group.index].block_of) == set(group.pages.values())
         copies = max(copies, tree.copies)
-    assert copies and tree.stored > 300 and tree.removed > 200 and not tree.left_out
+    assert copies and tree.stored > 300 and (tree.removed > 200 or groups) and not tree.left_out
+    assert len(tree.state.groups) == len(groups.split()[1:])
+    assert State.from_snapshot(tree.state.snapshot()).snapshot() == tree.state.snapshot()
 
 
 async def test_vllms_own_publishers_of_two_ranks_are_found_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
