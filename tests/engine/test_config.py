@@ -504,3 +504,34 @@ def test_what_the_bounds_of_rope_let_through_gives_finite_tables(theta: float, t
                     high_freq_factor=high, mscale=1e30, mscale_all_dim=1e-300,
                 )  # fmt: skip
                 assert rope_table(rope, 8, 65, 32).isfinite().all(), rope
+
+
+@pytest.mark.parametrize(("fields", "sentence"), [
+    ({"layer_types": ["linear_attention", "mamba", "full_attention"]},
+     r"layer_types = .* it must be 'linear_attention' or 'full_attention' for each of the 3 layers"),
+    ({"layer_types": ["linear_attention", "full_attention"]}, "for each of the 3 layers"),
+    ({"layer_types": ["linear_attention"] * 3}, "at least one of the 3 layers has full_attention"),
+    ({"full_attention_interval": 4}, "full_attention_interval = 4: it must be such that at least one of the 3 layers"),
+    ({"linear_num_value_heads": 3}, "linear_num_value_heads = 3: it must be a multiple of linear_num_key_heads, 2"),
+    ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim = 1: it must be a whole number above 1"),
+    ({"linear_key_head_dim": 1 << 20}, "linear_key_head_dim = 1048576: it must be at most 4,096"),
+    ({"linear_value_head_dim": "8"}, "linear_value_head_dim = '8': it must be a whole number above 0"),
+    ({"attn_output_gate": False}, "attn_output_gate = False, which is not supported"),
+    ({"attention_bias": True}, "attention_bias = True, which is not supported"),
+])  # fmt: skip
+def test_layers_with_a_recurrent_state_are_refused_by_field(
+    fields: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    raw = {
+        "architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 99, "hidden_size": 64, "intermediate_size": 64,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "attn_output_gate": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_model_config(tmp_path).state_layers == (0, 2)
+    if "full_attention_interval" in fields:
+        del raw["layer_types"]
+    (tmp_path / "config.json").write_text(json.dumps(raw | fields))
+    with pytest.raises(CheckpointError, match=sentence):
+        read_model_config(tmp_path)
