@@ -96,9 +96,9 @@ class SideGroups:
         for side, table in zip(self.all, tables, strict=True):
             side.lengths[request] = 0
             whole = computed // side.size
-            kept = self._state.groups[side.index].block_of
-            hits = [(i, page) for i, page in enumerate(table[:whole]) if page and side.size == self._size]
-            hits = [(i, page) for i, page in hits if page in kept]
+            view, kept = self._state.requests[request], self._state.groups[side.index].kept
+            most = min(whole, view.shared_blocks) if side.size == self._size else 0
+            hits = [(i, page) for i, page in enumerate(table[:most]) if page and kept.get(view.table[i]) == page]
             if hits:
                 self._write("borrow", side.index, request, hits)
             self._append(side, request, table, {i for i, _ in hits})

@@ -65,6 +65,27 @@ def test_every_count_table_hit_and_cached_block_of_each_group_is_vllms(make, opt
     assert {pool.available for pool in state.groups} == {free}, "vLLM has one pool for all groups"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"groups": "full state state state", "blocks": 200, "asynchronous": True},
+        {"groups": "window:64 full", "blocks": 150},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_after_lost_messages_all_groups_are_vllms_again(make, options):
+    scheduler, load, pipe = make(**options)
+    for i in range(1, 7):
+        load.run(50 * i)
+        pipe.lose()
+        load.run(50 * i + 8)
+        pipe.reads = True
+    load.finish()
+    assert scheduler._recorder is not None and (pipe.wholes, pipe.repairs) == (6, 0)
+    assert pipe.translator.faults == [] and pipe.wrong == []
+    assert pipe.follower.state.snapshot() == pipe.translator.blocks.state.snapshot()
+
+
 LENGTH, TEXTS, REQUESTS, SIZE = 2200, 12, 64, 528
 
 
