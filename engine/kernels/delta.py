@@ -418,7 +418,7 @@ def delta_rule(
     """Returns the output [T, Hv, Dv] of the gated delta rule; engine/model/delta.py specifies it.
 
     q, k [T, Hk, Dk] and v [T, Hv, Dv], in rows of any stride; g, beta fp32 [T, Hv]; recurrent fp32 [slots, Hv, Dk, Dv],
-    read at each entry's source and written at the target of each segment. Dk and Dv are 16, 32, 64 or 128.
+    read at each entry's source and written at the target of each segment. Dk and Dv are 64 or 128.
     """
     tokens, key_heads, dk = q.shape
     heads, dv = v.shape[1:]

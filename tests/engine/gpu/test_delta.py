@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda")
 # Relative error of outputs and states. In half precision the products round their arguments.
 OUTPUT = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 STATE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-HEADS = [(16, 32, 128, 128), (2, 2, 64, 64), (1, 3, 128, 64), (2, 4, 16, 128)]  # key heads, value heads, Dk, Dv
+HEADS = [(16, 32, 128, 128), (2, 2, 64, 64), (1, 3, 128, 64), (2, 4, 64, 128)]  # key heads, value heads, Dk, Dv
 TAPS = 4
 Segments = list[list[int]]  # the lengths of the segments of each entry
 DECODES: Segments = [[1]] * 5
