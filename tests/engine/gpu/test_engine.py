@@ -104,6 +104,8 @@ def family(kind: str, directory: Path, **fields: Any) -> Path:
     for name in ("layer_types", "no_rope_layers"):  # one entry per layer
         if name in raw:
             raw[name] = (raw[name] * 2)[: raw["num_hidden_layers"]]
+    if "vocab_size_per_layer_input" in raw:
+        raw["vocab_size_per_layer_input"] = raw["vocab_size"]
     if "linear_key_head_dim" in raw:
         raw |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # the kernels need powers of two
         if "full_attention_interval" in raw:
