@@ -104,9 +104,6 @@ def match_reason(
 
 def match_reasons() -> str:
     """Returns a line for each reason with its explanation, for help texts."""
-    lines = []
-    for words, why in MATCH_REASONS.values():
-        shown = words.replace("{group}", "a window")
-        shown = shown.replace("{at}", "n").replace("{cached}", "m").replace("{again}", "n - m")
-        lines.append(f"  {shown:<33} {why}" if len(shown) <= 33 else f"  {shown}\n  {'':<33} {why}")
-    return "\n".join(lines)
+    whys = {words.replace("{at}", "n"): why for words, why in MATCH_REASONS.values() if "{again}" not in words}
+    whys["full attention has n tokens, …"] = "a window or a recurrent state has fewer"
+    return "\n".join(f"  {words:<33} {why}" for words, why in whys.items())

@@ -42,7 +42,7 @@ class PoolSizes:
     def _count(self, group: CacheGroup, blocks: int) -> int:
         size, config = self._size, self._config
         if group.kind == "window":
-            pages = -(-group.window // size) + 2  # of a request between two steps, and to go on
+            pages = min(blocks, -(-group.window // size) + 2)  # of a request between two steps, and to go on
             least, given, what = pages + -(-self._drafts // size), config.window_blocks, "window_blocks"
             chosen = max(least, min(blocks, self._rows * pages + -(-self._budget // size)))
         else:

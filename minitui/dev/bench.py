@@ -33,6 +33,7 @@ from engine.params import SamplingParams
 from engine.process.writer import on_the_wire
 from engine.text.output import OutputProcessor
 from engine.trace.records import RecordLog
+from engine.trace.side_pool import SideGroup
 from minitui.visible import json_text
 
 BATCHES = (1, 16, 64, 256, 1024)
@@ -46,7 +47,8 @@ OPERATIONS = 400  # timed operations of each kind
 class NoDevice:
     """A runner whose steps end at once; every row gets the same token."""
 
-    block_size, vocab_size, synchronous, groups = BLOCK, VOCAB, True, ()
+    block_size, vocab_size, synchronous = BLOCK, VOCAB, True
+    groups: tuple[SideGroup, ...] = ()
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -59,7 +59,7 @@ def ask(engine: Engine, ids: list[int]) -> Request:
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(14))
 def test_any_schedule_gives_the_tokens_of_each_request_alone(seed: int, delay: int) -> None:
     """No page is used twice, none leaks, every hit is one that all groups can serve; the records tell all of it."""
     r = random.Random(seed)

@@ -73,7 +73,7 @@ async def drawn(pilot: Pilot[Any]) -> None:
         await settled()
 
 
-async def until(pilot: Pilot[Any], true: Callable[[], Any], seconds: float = 20.0) -> None:
+async def until(pilot: Pilot[Any], true: Callable[[], Any], seconds: float = 60.0) -> None:
     """Wait until `true()`, with the picture of that moment on the screen. AssertionError after `seconds`."""
     end = time.monotonic() + seconds
     while not true():

@@ -438,7 +438,7 @@ def test_a_search_reads_old_events_in_parts_and_new_ones_at_once() -> None:
     view = View()
     for seq in range(1, 5_001):
         view.history.events.fold((seq, 0.0, "admit", seq % 10, 0, "new"), seq)
-    search = Search("r7", lambda event: True)
+    search = Search("r7", lambda event: True, view.history.events)
     for part in (200, 400, 500):
         search.update(view)
         assert sum(search(event) for event in view.history.events.newest_first()) == part

@@ -42,7 +42,8 @@ class HitCard(Bar):
 
     def paint(self, view: View) -> int:
         """Paint the card, or hide it."""
-        self._hit = last_hit(view) if view.history.loaded and self.app.size.height >= LEAST_ROWS else None
+        room = self.app.size.height >= LEAST_ROWS and not getattr(self.screen, "maximised", False)
+        self._hit = last_hit(view) if view.history.loaded and room else None
         wanted = self._hit is not None and self._hit.lane.id != self._hidden_for
         if self.display != wanted:
             self.display = wanted

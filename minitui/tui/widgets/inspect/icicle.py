@@ -188,7 +188,9 @@ def _row(
         row.to(at)
         rank = bar.rank if bar.first == y else rank
         if bar.kind == "evicted":
-            row.add(g.unused * room, "bad").add(" " + bar.text, "bold bad")
+            left = width - at - 1
+            room = max(1, min(room, left - len(bar.text)))
+            row.add(g.unused * room, "bad").add(" " + cut(bar.text, max(1, left - room)), "bold bad")
             continue
         if bar.kind == "request":
             row.add(g.filling * room, "active")

@@ -26,9 +26,15 @@ class NumberedBlocks(BlockMap):
     NUMBERS = True
 
 
+class TreeTable(RadixTree):
+    """The prefix tree as a table, because the texts of lessons name the blocks and tokens of nodes by their numbers."""
+
+    bars = False
+
+
 PANELS: dict[str, type[LinePanel]] = {
     "step": StepBar, "attention": Attention, "slot": KeySlot, "map": NumberedBlocks, "table": BlockTable,
-    "lanes": BatchLanes, "tree": RadixTree,
+    "lanes": BatchLanes, "tree": TreeTable,
     "timings": StepTimings, "events": Events, "occupancy": Occupancy, "pieces": TextPieces, "runs": Runs,
     "runs-steps": RunsInSteps,
     "candidates": CandidateBars, "words": CandidateBars, "costs": CostCurves, "gpu": HostAndDevice,
