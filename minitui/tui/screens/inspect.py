@@ -231,6 +231,7 @@ class InspectScreen(BaseScreen[None]):
         if not self._panels:
             return
         single = self.single
+        self.query_one(HitCard).leave_room(self.maximised)
         if not single and self.current in ALONE:
             self.current = self._before_alone.panel
             self._panels[self.current].focus()

@@ -40,9 +40,17 @@ class HitCard(Bar):
     DEFAULT_CSS = f"HitCard {{ height: {ROWS}; display: none; }}"
     _hidden_for = -1  # the request whose card was clicked away
 
+    _left_out = False
+
+    def leave_room(self, to_others: bool) -> None:
+        """Hide the card while a maximised panel has the screen."""
+        self._left_out = to_others
+        if to_others:
+            self.display = False
+
     def paint(self, view: View) -> int:
         """Paint the card, or hide it."""
-        room = self.app.size.height >= LEAST_ROWS and not getattr(self.screen, "maximised", False)
+        room = self.app.size.height >= LEAST_ROWS and not self._left_out
         self._hit = last_hit(view) if view.history.loaded and room else None
         wanted = self._hit is not None and self._hit.lane.id != self._hidden_for
         if self.display != wanted:
