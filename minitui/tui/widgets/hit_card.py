@@ -41,12 +41,14 @@ class HitCard(Bar):
     _hidden_for = -1  # the request whose card was clicked away
 
     _left_out = False
+    _was_shown = False
 
     def leave_room(self, to_others: bool) -> None:
         """Hide the card while a maximised panel has the screen."""
+        if to_others != self._left_out:
+            self._was_shown, shown = bool(self.display), self._was_shown
+            self.display = shown and not to_others
         self._left_out = to_others
-        if to_others:
-            self.display = False
 
     def paint(self, view: View) -> int:
         """Paint the card, or hide it."""
