@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from engine.core.request import Request
 from engine.trace.records import RecordLog
-from engine.trace.side_pool import NULL, OWN, SideGroup, SidePool
+from engine.trace.side_pool import NULL, OWN, SideGroup, SidePool, window_pages
 
 Changes = dict[tuple[int, int], int]  # (row, column) -> page, not yet sent to the device's copy of a block table
 
@@ -104,7 +104,7 @@ class Window(Side):
 
     def needs(self, tokens: int) -> int:
         """Returns how many pages a request with this many tokens takes at most between two steps, and one to go on."""
-        return min(-(-tokens // self.block_size), -(-self.group.window // self.block_size) + 2)
+        return min(-(-tokens // self.block_size), window_pages(self.group.window, self.block_size))
 
     def make_room(self, request: Request, start: int, end: int) -> bool:
         """Drop what the tokens from `start` on do not see. Returns False if the pages up to `end` are not available."""
@@ -119,15 +119,16 @@ class Window(Side):
             self._changed(request, places)
 
     def _missing(self, request: Request, start: int, end: int) -> range:
+        return range(self._next(request, start), -(-end // self.block_size))
+
+    def _next(self, request: Request, start: int) -> int:
+        """Returns the first block behind the request's pages. `start`: its next token, if it has no pages."""
         held = self.held(request)
-        begin = next(reversed(held)) + 1 if held else self.group.first_page(start, self.block_size)
-        return range(begin, -(-end // self.block_size))
+        return next(reversed(held)) + 1 if held else self.group.first_page(start, self.block_size)
 
     def room(self, request: Request) -> int:
         """Returns up to which token the request can grow."""
-        held = self.held(request)
-        begin = next(reversed(held)) + 1 if held else self.group.first_page(request.planned, self.block_size)
-        return (begin + self.pool.available) * self.block_size
+        return (self._next(request, request.planned) + self.pool.available) * self.block_size
 
     def resume(self, request: Request, blocks: int) -> None:
         """Take what a hit of `blocks` blocks has, instead of the request's own pages."""

@@ -47,6 +47,11 @@ class SideGroup:
         return max(0, tokens - self.window + 1) // block_size
 
 
+def window_pages(window: int, block_size: int) -> int:
+    """Returns how many pages of a window a request has at most between two steps, and one to go on."""
+    return -(-window // block_size) + 2
+
+
 GROUP: dict[str, Bound] = bounds_of(SideGroup)
 
 
@@ -197,7 +202,7 @@ class SidePool:
         self.num_shared = sum(count > 1 for count in self.holders)
 
     def check(self, held: Iterable[int]) -> Iterator[str]:
-        """Yields what is wrong. `held`: as for `from_snapshot`."""
+        """Yields what is wrong. `held`: as for `fill`."""
         name, holders = self.group.name, array("i", [0]) * self.group.num_blocks
         for page in held:
             holders[page] += 1

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.groups import CacheGroup
-from engine.trace.side_pool import SideGroup
+from engine.trace.side_pool import SideGroup, window_pages
 
 TEXT = 1024  # tokens of a running request, as assumed for the number of states that a pool of blocks can use
 SLOTS = 3  # of a running request: its own, the checkpoint that it makes, and the one that it read or made before
@@ -42,7 +42,7 @@ class PoolSizes:
     def _count(self, group: CacheGroup, blocks: int) -> int:
         size, config = self._size, self._config
         if group.kind == "window":
-            pages = min(blocks, -(-group.window // size) + 2)  # of a request between two steps, and to go on
+            pages = min(blocks, window_pages(group.window, size))
             least, given, what = pages + -(-self._drafts // size), config.window_blocks, "window_blocks"
             chosen = max(least, min(blocks, self._rows * pages + -(-self._budget // size)))
         else:
