@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -77,9 +79,17 @@ async def until(pilot: Pilot[Any], true: Callable[[], Any], seconds: float = 60.
     """Wait until `true()`, with the picture of that moment on the screen. AssertionError after `seconds`."""
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, "it did not come about"
+        assert time.monotonic() < end, f"it did not come about; {_doing(pilot.app)}"
         await asyncio.sleep(0.01)
     await drawn(pilot)
+
+
+def _doing(app: App[Any]) -> str:
+    """What an application does that does not get on: its screens, and where each task and each thread is."""
+    frames = [task.get_stack(limit=1) for task in asyncio.all_tasks()]
+    tasks = [f"{frame.f_code.co_qualname} in line {frame.f_lineno}" for [frame] in filter(None, frames)]
+    threads = ["".join(traceback.format_stack(frame, limit=3)) for frame in sys._current_frames().values()]
+    return f"screens {app.screen_stack}, tasks {tasks}, threads:\n" + "\n".join(threads)
 
 
 async def press(pilot: Pilot[Any], *keys: str) -> None:
