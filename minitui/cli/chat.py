@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+import secrets
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,28 +13,29 @@ from engine.errors import EngineError
 from minitui import settings as settings_file
 from minitui.chat.model_choice import Choice, choose_model, served_choice
 from minitui.chat.store import Store
+from minitui.cli.browser import in_browser
 from minitui.cli.launch import apply_looks, live_source, log_path, make_sampling, recorded, run_app
-from minitui.cli.options import Model, Record, System, chosen_options, engine_config, with_options
+from minitui.cli.options import Model, System, chosen_options, engine_config, with_options
 from minitui.protocol import ServerInfo
 from minitui.sources.base import Source
 from minitui.tui.terminal import need_terminal
 
 if TYPE_CHECKING:
     from minitui.tui.app import MinituiApp
-    from minitui.web.serve import WebSettings
 
 TUTOR_KV_TOKENS = 4096  # the bundled model's longest conversation
 
 
-@with_options("sampling", "looks", "engine")
+@with_options("sampling", "looks", "opening", "engine")
 def chat(
+    context: typer.Context,
     sampling: dict[str, Any],
     looks: dict[str, Any],
+    opening: dict[str, Any],
     engine: dict[str, Any],
     model: Model = None,
     system: System = None,
     resume: Annotated[bool, typer.Option("--resume", help="Reopen the chats of the last run.")] = False,
-    record: Record = None,
     connect: Annotated[
         list[str] | None,
         typer.Option(
@@ -45,15 +47,6 @@ def chat(
     key: Annotated[
         str, typer.Option(help="The server's API key. The environment variable is safer.", envvar="MINITUI_KEY")
     ] = "",
-    web: Annotated[bool, typer.Option("--web", help="Chat in a browser; all tabs share one engine.")] = False,
-    mirror: Annotated[
-        bool, typer.Option("--mirror", help="With --web: all tabs show your application; only your tab accepts input.")
-    ] = False,
-    web_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of --web. Default: 8001.")] = None,
-    web_host: Annotated[
-        str | None,
-        typer.Option(help="Address of --web. Default: 127.0.0.1. With --mirror, 0.0.0.0 lets other machines watch."),
-    ] = None,
 ) -> None:
     """Chat, and see what the engine does.
 
@@ -66,7 +59,7 @@ def chat(
       minitui chat --connect http://vllm:8000              vLLM; its panels need --scheduler-cls
                                                            minitui.vllm.RecordingScheduler (see README)
       minitui chat --connect http://a:8000,http://b:8000   replicas; /pin keeps a chat on one of them
-      minitui chat --web                                   in a browser
+      minitui chat --web                                   in a browser; all tabs share one engine
       minitui chat --web --mirror --web-host 0.0.0.0       others watch your application in their browsers
     """
     urls = [url for text in connect or () for url in text.split(",") if url.strip()]
@@ -74,22 +67,18 @@ def chat(
         raise typer.BadParameter("--connect needs an address, as in http://host:8000")
     if urls and (own := chosen_options(engine)):
         raise typer.BadParameter(f"{', '.join(own)}: engine options belong to the server, not to --connect")
-    if web:
-        from minitui.web.serve import WebSettings
+    ours = {*engine, *(() if urls else ("model",))}  # options of the engine that all tabs use
+    if web := in_browser(context, opening, own_engine=False, without=frozenset(ours)):
+        from minitui.web.serve import OwnServer, run_web
 
-        if record is not None and not mirror:
-            raise typer.BadParameter(
-                "with --web, --record needs --mirror, or every tab would write the same file. To record the engine of "
-                "all tabs, run minitui serve --record, and minitui chat --web --connect with its address"
-            )
-        if resume and not mirror:
-            raise typer.BadParameter("with --web, --resume needs --mirror, or every tab would reopen the same chats")
-        browser = WebSettings(web_host or "127.0.0.1", web_port or 8001, tuple(urls), mirror=mirror)
-        options = {"system": system, **sampling, **looks, "resume": resume or None, "record": record}
-        raise typer.Exit(run_in_browser(model, engine, browser, key, options))
-    for option, value in {"--mirror": mirror or None, "--web-port": web_port, "--web-host": web_host}.items():
-        if value is not None:
-            raise typer.BadParameter(f"{option} needs --web")
+        if urls:
+            raise typer.Exit(run_web(web))
+        choice = choose_model(model)
+        if web.mirror:  # one application; otherwise the tabs of many users share the pool
+            engine = for_one_user(model, engine)
+        key = os.environ["MINITUI_KEY"] = secrets.token_urlsafe(24)  # the applications inherit it
+        raise typer.Exit(run_web(web, OwnServer(engine_config(choice.name, **engine), choice.label, log_path(), key)))
+    record: Path | None = opening["record"]
     settings = settings_file.load()
     apply_looks(settings, looks)
     need_terminal("minitui chat", 'minitui ask "What is a KV cache?"')
@@ -169,29 +158,3 @@ def for_one_user(model: str | None, engine: dict[str, Any]) -> dict[str, Any]:
     if model is not None or engine["kv_blocks"] is not None:
         return engine
     return {**engine, "kv_tokens": TUTOR_KV_TOKENS}
-
-
-def _typed(name: str, value: Any) -> str:
-    """Returns an option as the user types it."""
-    name = name.replace("_", "-")
-    if not isinstance(value, bool):
-        return f"--{name}={value}"
-    return f"--{name}" if value else "--unicode" if name == "ascii" else f"--no-{name}"
-
-
-def run_in_browser(
-    model: str | None, engine: dict[str, Any], web: WebSettings, key: str, options: dict[str, Any]
-) -> int:
-    """Runs `minitui chat --web`; returns the exit code. `options`: the options of each tab (None: unset)."""
-    from minitui.web.serve import run_web
-
-    choice = choose_model(None if web.connect else model)
-    if key:
-        os.environ["MINITUI_KEY"] = key  # each tab's application reads the key from the environment
-    if web.connect:
-        options = {**options, "model": model}
-    web = replace(web, options=tuple(_typed(name, value) for name, value in options.items() if value is not None))
-    if web.mirror:  # one application; otherwise the tabs of many users share the pool
-        engine = for_one_user(model, engine)
-    return run_web(web, engine_config(choice.name, **engine), choice.label, log_path())
-

@@ -17,6 +17,7 @@ from engine.info import EngineInfo
 from minitui import settings as settings_file
 from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import Choice, choose_model, load_codec
+from minitui.cli.browser import open_in_browser
 from minitui.cli.launch import apply_looks, live_source, run_app
 from minitui.cli.options import Device, DType, Model, engine_config, with_options
 from minitui.tui.terminal import has_terminal
@@ -33,9 +34,11 @@ if TYPE_CHECKING:
 DEFAULTS = {"kv_blocks": None, "no_prefix_caching": False}  # of the options that contrasts change
 
 
-@with_options("looks")
+@with_options("looks", "opening")
 def compare(
+    context: typer.Context,
     looks: dict[str, Any],
+    opening: dict[str, Any],
     what: Annotated[
         list[str] | None,
         typer.Argument(
@@ -77,16 +80,20 @@ def compare(
     "figures", and its "requests", as in `minitui tail --requests --json`.
     """
     names = what or []
+    record: Path | None = opening["record"]
     text = plain or json or not has_terminal()
     if not names:
         _list()
     elif len(names) == 1:
         contrast = _contrast(names[0], pools)
         options = {"device": device, "dtype": dtype}
-        raise typer.Exit(_run(contrast, choose_model(model), options, save, looks, text, json))
+        open_in_browser(context, opening)
+        raise typer.Exit(_run(contrast, choose_model(model), options, save, record, looks, text, json))
     elif len(names) == 2:
-        if pools or save or model or (device, dtype) != ("auto", "auto"):
-            raise EngineError("--model, --device, --dtype, --pools and --save belong to a new run, not to recordings")
+        if pools or save or record or model or (device, dtype) != ("auto", "auto"):
+            wrong = "--model, --device, --dtype, --pools, --save and --record"
+            raise EngineError(f"{wrong} belong to a new run, not to recordings")
+        open_in_browser(context, opening, own_engine=False)
         raise typer.Exit(_open(names[0], names[1], looks, text, json))
     else:
         raise EngineError(f"{len(names)} recordings were given: two can be compared at a time")
@@ -118,8 +125,8 @@ def _contrast(name: str, pools: str | None) -> Contrast:
 
 
 def _run(
-    contrast: Contrast, choice: Choice, options: dict[str, Any], save: Path | None, looks: dict[str, Any], text: bool,
-    json: bool,
+    contrast: Contrast, choice: Choice, options: dict[str, Any], save: Path | None, record: Path | None,
+    looks: dict[str, Any], text: bool, json: bool,
 ) -> int:  # fmt: skip
     """Runs a contrast on a model of this machine; returns the exit code."""
     from minitui.sources.recording import RecordingSource
@@ -128,7 +135,7 @@ def _run(
     settings = settings_file.load()
     apply_looks(settings, looks)
     options = DEFAULTS | options
-    traces = TracesOfRuns()
+    traces = TracesOfRuns(record)
     try:
         source = traces.source = RecordingSource(
             live_source(choice, options | contrast.engine(contrast.first)), traces.path

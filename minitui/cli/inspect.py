@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -11,18 +12,21 @@ from engine.errors import EngineError
 from minitui import settings as settings_file
 from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import served_choice
+from minitui.cli.browser import open_in_browser
 from minitui.cli.chat import connect_to
 from minitui.cli.launch import apply_looks, recorded, run_app
-from minitui.cli.options import Record, with_options
+from minitui.cli.options import with_options
 from minitui.protocol import ServerInfo
 from minitui.tui.terminal import need_terminal
 
 INSTALL = "pip install 'minitui[vllm]'"
 
 
-@with_options("looks")
+@with_options("looks", "opening")
 def inspect(
+    context: typer.Context,
     looks: dict[str, Any],
+    opening: dict[str, Any],
     connect: Annotated[str, typer.Option(help="Address of the server, as in http://host:8000.")],
     key: Annotated[
         str, typer.Option(help="The server's API key. The environment variable is safer.", envvar="MINITUI_KEY")
@@ -37,7 +41,6 @@ def inspect(
     tokenizer: Annotated[
         str, typer.Option(help="For KV events: the tokenizer, a directory or a model's name. Default: the model's.")
     ] = "",
-    record: Record = None,
 ) -> None:
     """Watch a server: the same application as `minitui chat --connect`, which begins with the panels.
 
@@ -50,6 +53,8 @@ def inspect(
                                                      texts, the pool and the server's metrics. The
                                                      usual ports need no --kv-events
     """
+    open_in_browser(context, opening, own_engine=False)
+    record: Path | None = opening["record"]
     settings = settings_file.load()
     apply_looks(settings, looks)
     need_terminal("minitui inspect", "minitui tail run.trace")

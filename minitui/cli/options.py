@@ -42,6 +42,14 @@ Model = Annotated[
 ]
 System = Annotated[str | None, typer.Option(help="System prompt; '' for none.", callback=valid_text)]
 Record = Annotated[Path | None, typer.Option(help="Write a recording of the engine to this file, for minitui replay.")]
+AllowedHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        envvar="MINITUI_ALLOWED_HOST",
+        help="A name in the Host header besides localhost, for a proxy or a container; *.example.org allows all names "
+        "below it. With API keys, minitui serve allows every name.",
+    ),
+]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 KvBlocks = Annotated[int | None, typer.Option(min=1, help="KV blocks in the pool. A small pool (64) fills quickly.")]
@@ -53,6 +61,24 @@ def _looks(
     ] = None,
     theme: Annotated[str | None, typer.Option(help="dark, light or projector.")] = None,
     ascii: Annotated[bool | None, typer.Option("--ascii/--unicode", help="Draw with ASCII characters only.")] = None,
+) -> None: ...
+
+
+def _opening(
+    web: Annotated[
+        bool,
+        typer.Option("--web", help="Open in a browser. Each tab is an application of its own, unless --mirror is set."),
+    ] = False,
+    mirror: Annotated[
+        bool, typer.Option("--mirror", help="With --web: all tabs show your application; only your tab accepts input.")
+    ] = False,
+    web_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of --web. Default: 8001.")] = None,
+    web_host: Annotated[
+        str | None,
+        typer.Option(help="Address of --web. Default: 127.0.0.1. With --mirror, 0.0.0.0 lets other machines watch."),
+    ] = None,
+    allowed_host: AllowedHost = None,
+    record: Record = None,
 ) -> None: ...
 
 
@@ -154,7 +180,10 @@ SAMPLING = [
         annotation=Annotated[option.types[0] | None, typer.Option(help=option.help)],
     ) for name, option in OPTIONS.items()
 ]  # fmt: skip
-GROUPS = {"sampling": SAMPLING, "looks": _parameters(_looks), "engine": _parameters(_engine)}
+GROUPS = {
+    "sampling": SAMPLING, "looks": _parameters(_looks), "opening": _parameters(_opening),
+    "engine": _parameters(_engine),
+}  # fmt: skip
 
 
 def with_options(*groups: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

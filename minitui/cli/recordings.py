@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -13,14 +14,17 @@ from engine.errors import EngineError
 from minitui import settings as settings_file
 from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import Choice
+from minitui.cli.browser import open_in_browser
 from minitui.cli.launch import apply_looks, run_app, theme_name
 from minitui.cli.options import with_options
 from minitui.tui.terminal import need_terminal
 
 
-@with_options("looks")
+@with_options("looks", "opening")
 def replay(
+    context: typer.Context,
     looks: dict[str, Any],
+    opening: dict[str, Any],
     trace: Annotated[
         str | None,
         typer.Argument(
@@ -75,6 +79,7 @@ def replay(
       minitui replay                                 list the bundled recordings
       minitui chat --record class.trace
       minitui replay class.trace                     keys: space pauses, , and . step, B begin, E end
+      minitui replay h200-8b --record mine.trace     a copy, which keeps the bookmarks that you add
       minitui replay class.trace --export perfetto   for ui.perfetto.dev
       minitui replay class.trace --export md -o - | less
       minitui replay class.trace --export svg --step 40 --size 160x48
@@ -100,6 +105,12 @@ def replay(
     if trace is None:
         run_list()
     elif export is None:
+        from minitui.trace.bundled import find_trace
+
+        find_trace(trace)  # a missing file is reported here, not in the browser
+        open_in_browser(context, opening, own_engine=False)
+        if opening["record"] is not None:
+            trace = str(copy_trace(trace, opening["record"]))
         raise typer.Exit(run_replay(trace, speed, looks))
     elif out == Path("-"):
         with tempfile.TemporaryDirectory() as folder:
@@ -120,6 +131,20 @@ def run_list() -> None:
     print("minitui replay FILE\n    a recording of your own, written with --record FILE")
 
 
+def copy_trace(trace: str, path: Path) -> Path:
+    """Copies a recording to `path`, which is then played: bookmarks are added to the copy. Raises TraceError."""
+    from minitui.trace.bundled import find_trace
+    from minitui.trace.reader import TraceError
+
+    try:
+        shutil.copyfile(find_trace(trace), path)
+    except shutil.SameFileError:
+        raise TraceError(f"{path} is the recording itself: bookmarks are added to it without --record") from None
+    except OSError as error:
+        raise TraceError(f"{path} cannot be written: {error.strerror}; name another file with --record") from None
+    return path
+
+
 def run_replay(trace: str, speed: float | None, looks: dict[str, Any]) -> int:
     """Plays a recording in the application; returns the exit code."""
     from minitui.sources.replay import ReplaySource
@@ -138,9 +163,7 @@ def run_replay(trace: str, speed: float | None, looks: dict[str, Any]) -> int:
     return run_app(source, Choice("", "", "", "model"), settings, Sampling(), make=ReplayApp)
 
 
-def run_export(
-    trace: str | Path, kind: str, out: Path | None, step: int | None, size: str, theme: str | None
-) -> Path:
+def run_export(trace: str | Path, kind: str, out: Path | None, step: int | None, size: str, theme: str | None) -> Path:
     """Exports a recording; returns the path of the written file.
 
     If `out` is None, the file is beside the recording, or in the working directory for a bundled recording.

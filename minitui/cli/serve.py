@@ -9,7 +9,7 @@ from typer.core import TyperCommand
 
 from minitui.chat.model_choice import choose_model
 from minitui.cli.launch import log_path
-from minitui.cli.options import Model, Record, engine_config, with_options
+from minitui.cli.options import AllowedHost, Model, Record, engine_config, with_options
 
 NAMES = "--served-model-name"
 
@@ -52,14 +52,7 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin of web pages that may use this server, as in https://example.org.")
     ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            envvar="MINITUI_ALLOWED_HOST",
-            help="Without keys, a name in the Host header besides localhost, for a proxy or a container; "
-            "*.example.org allows all names below it.",
-        ),
-    ] = None,
+    allowed_host: AllowedHost = None,
     hide_text: Annotated[
         bool, typer.Option("--hide-text", help="Hide the text of prompts and answers in the telemetry.")
     ] = False,

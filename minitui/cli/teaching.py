@@ -16,9 +16,9 @@ from engine.errors import EngineError
 from minitui import settings as settings_file
 from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import Choice, choose_model
-from minitui.cli.launch import live_source, recorded, report_recording, run_app
-from minitui.cli.options import KvBlocks, Record, engine_config
-from minitui.sources.local import LocalSource
+from minitui.cli.browser import open_in_browser
+from minitui.cli.launch import apply_looks, live_source, recorded, report_recording, run_app
+from minitui.cli.options import KvBlocks, engine_config, with_options
 from minitui.tui.terminal import has_terminal
 
 if TYPE_CHECKING:
@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 ENGINE = {"kv_blocks": None, "no_prefix_caching": False}  # defaults of the options that demos and lessons change
 
 
+@with_options("looks", "opening")
 def demo(
+    context: typer.Context,
+    looks: dict[str, Any],
+    opening: dict[str, Any],
     name: Annotated[str | None, typer.Argument(help="Name of a demo. Default: list the demos.")] = None,
     plain: Annotated[
         bool, typer.Option("--plain", "--headless", help="Print lines of text; the default without a terminal.")
@@ -37,7 +41,6 @@ def demo(
         typer.Option(min=0, max=10, help="Scale of the pauses for reading; 0: no pauses. Default: 1; with --plain: 0."),
     ] = None,
     kv_blocks: KvBlocks = None,
-    record: Record = None,
 ) -> None:
     """Watch a scenario step by step on a small engine.
 
@@ -60,10 +63,11 @@ def demo(
         return
     if name not in DEMOS:
         raise EngineError(f"there is no demo {name!r}: the demos are {', '.join(DEMOS)}")
+    open_in_browser(context, opening)
     chosen = DEMOS[name]
     choice = choose_model(None)
     options = ENGINE | chosen.options | ({} if kv_blocks is None else {"kv_blocks": kv_blocks})
-    source = recorded(live_source(choice, options), record)
+    source = recorded(live_source(choice, options), opening["record"])
     sampling = Sampling(temperature=0.0, max_tokens=chosen.max_tokens)
 
     async def restart(changes: dict[str, Any]) -> None:
@@ -77,6 +81,7 @@ def demo(
 
     pauses = 1.0 if beat is None else beat
     settings = settings_file.load()
+    apply_looks(settings, looks)
 
     def script(app: Any) -> Any:
         return play_in_app(chosen, app, restart, pauses)
@@ -85,7 +90,11 @@ def demo(
     raise typer.Exit(run_app(source, choice, settings, sampling, script=script, make=make))
 
 
+@with_options("looks", "opening")
 def lesson(
+    context: typer.Context,
+    looks: dict[str, Any],
+    opening: dict[str, Any],
     number: Annotated[str | None, typer.Argument(help="0 to 10. Default: list the lessons.")] = None,
     plain: Annotated[
         bool,
@@ -122,18 +131,21 @@ def lesson(
         print("\nOpen a lesson with its number: `minitui lesson 0` is the first.\nKey L in a lesson shows the others.")
         return
     chosen = find_lesson(number)
-    choice, source, restart = lesson_source(chosen.number)
+    open_in_browser(context, opening)
+    choice, source, restart = lesson_source(chosen.number, opening["record"])
     sampling = Sampling(temperature=0.0, max_tokens=60)
     if plain or not has_terminal():
         printing = print_with_own_engine(chosen, source, choice.system, sampling, print, restart=restart)
-        raise typer.Exit(asyncio.run(printing))
+        raise typer.Exit(report_recording(source, asyncio.run(printing)))
     from minitui.tui.lesson_app import LessonApp
 
     def make(*arguments: Any, **options: Any) -> LessonApp:
         del options["script"]
         return LessonApp(*arguments, lesson=chosen, restart=restart, progress=progress, **options)
 
-    raise typer.Exit(run_app(source, choice, settings_file.load(), sampling, make=make))
+    settings = settings_file.load()
+    apply_looks(settings, looks)
+    raise typer.Exit(run_app(source, choice, settings, sampling, make=make))
 
 
 def _write_handout(path: Path, lessons: Sequence[Lesson]) -> None:
@@ -151,12 +163,13 @@ def _write_handout(path: Path, lessons: Sequence[Lesson]) -> None:
     print(path)
 
 
-def lesson_source(number: int) -> tuple[Choice, LocalSource, Any]:
-    """Returns the bundled model, an engine with the lesson's options, and a coroutine that replaces this engine."""
+def lesson_source(number: int, record: Path | None = None) -> tuple[Choice, Any, Any]:
+    """Returns the bundled model, an engine with the lesson's options, and a coroutine that replaces this engine.
+    `record`: the file of a recording."""
     from minitui.teaching.lessons import lesson as find_lesson
 
     choice = choose_model(None)
-    source = live_source(choice, ENGINE | find_lesson(number).options)
+    source: Any = recorded(live_source(choice, ENGINE | find_lesson(number).options), record)
 
     async def restart(options: dict[str, Any]) -> None:
         await source.reconfigure(engine_config(choice.name, **(ENGINE | options)))

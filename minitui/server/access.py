@@ -21,7 +21,7 @@ from minitui.protocol import is_loopback
 from minitui.server.bodies import Inflater, check_size
 from minitui.server.errors import ApiError, as_api_error
 from minitui.server.notices import HEADER, begin, header
-from minitui.server.origins import authority, is_same_origin
+from minitui.server.origins import authority, is_allowed, is_same_origin
 from minitui.server.service import Service
 from minitui.server.settings import Role, ServerSettings
 from minitui.server.strict import ignoring
@@ -117,7 +117,7 @@ class Guard:
             found = authority(host)
             if found is None:
                 raise ApiError(400, "the Host header is not an address such as localhost:8000", code="bad_http")
-            if not is_loopback(found[0]) and not self.settings.allows_host(found[0]):
+            if not is_loopback(found[0]) and not is_allowed(found[0], self.settings.allowed_hosts):
                 raise ApiError(
                     403, f"the Host header says {found[0]!r}; without API keys, only localhost is accepted: "
                     f"start the server with --allowed-host {found[0]}, or with --api-key",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.errors import EngineError
 from minitui.protocol import is_loopback
-from minitui.server.origins import authority
+from minitui.server.origins import check_names
 
 MIN_KEY_LENGTH = 8
 
@@ -62,12 +62,7 @@ class ServerSettings:
                 "--cors-origin '*' lets every web page use the engine, so a key is needed: "
                 "set --api-key (or MINITUI_API_KEY), or name the allowed origins"
             )
-        for name in self.allowed_hosts:
-            if authority(name.removeprefix("*.")) != (name.removeprefix("*.").lower(), ""):
-                raise EngineError(
-                    f"--allowed-host {name!r} is not a host: give a name or an address without a port, as in "
-                    "chat.example.org or *.example.org; with API keys, every host is allowed"
-                )
+        check_names(self.allowed_hosts)
         if not self.keys and not self.loopback:
             raise EngineError(
                 f"listening on {self.host} lets other machines use the engine, so a key is needed: set --api-key "
@@ -78,11 +73,6 @@ class ServerSettings:
     def loopback(self) -> bool:
         """True if only this machine can reach the address."""
         return is_loopback(self.host)
-
-    def allows_host(self, name: str) -> bool:
-        """Returns True if this name, in lower case, may be in the Host header of requests without a key."""
-        allowed = (each.lower() for each in self.allowed_hosts)
-        return any(name == each or (each.startswith("*.") and name.endswith(each[1:])) for each in allowed)
 
     def role_of(self, key: str | None) -> Role:
         """Returns the role of a key. The time that this takes reveals nothing about the known keys."""

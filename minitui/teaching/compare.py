@@ -56,14 +56,14 @@ async def run_contrast(contrast: Contrast, stage: Stage) -> Outcome:
 
 
 class TracesOfRuns:
-    """The recordings of the two runs, in a temporary directory until they are saved.
+    """The recordings of the two runs, in a temporary directory until they are saved; or at `record`, where they stay.
 
     `source` records an engine that `run_contrast` replaces four times: the last two files are the two runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, record: Path | None = None) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="minitui-compare-")
-        self._path = Path(self._directory.name) / "run.trace"
+        self._path = record or Path(self._directory.name) / "run.trace"
         self.source: RecordingSource | None = None
 
     @property
@@ -78,7 +78,7 @@ class TracesOfRuns:
         if self.source.recording_error:
             raise EngineError(f"the runs were not recorded: {self.source.recording_error}")
         self.source.recording.close()
-        return [self._path.with_suffix(f".{start}.trace") for start in (4, 5)]
+        return [self._path.with_suffix(f".{start}{self._path.suffix}") for start in (4, 5)]
 
     def save(self, contrast: Contrast, prefix: Path) -> list[Path]:
         """Copies the recordings to files whose names begin with `prefix`; returns their paths. Raises EngineError."""

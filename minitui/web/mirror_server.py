@@ -1,4 +1,4 @@
-"""`minitui chat --web --mirror`: all tabs show the same application, for example in a classroom.
+"""`--web --mirror`: all tabs show the same application, for example in a classroom.
 
 Only the presenter's tab can type, and its window sets the columns and rows. The addresses of viewers and presenter
 contain different tokens, which minitui/web/site.py checks. minitui/web/mirror.py passes output from the application to
@@ -12,13 +12,14 @@ import contextlib
 import secrets
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from aiohttp import web
 
 from engine.errors import EngineError
 from minitui.web.mirror import Application, Viewer
+from minitui.web.settings import WebSettings
 from minitui.web.site import Site, first_size, fitting, messages, stopped, terminal_size
 
 SIZE = (120, 36)  # columns, rows, until a presenter's window sets them
@@ -67,9 +68,11 @@ VIEWER = """
 class MirrorSite(Site):
     """The page and sockets of a mirrored application. All sockets show the application. Only a presenter can type."""
 
-    def __init__(self, application: Application, host: str, viewers: str, presenter: str) -> None:
-        """`viewers`, `presenter`: the tokens of viewers and presenter."""
-        super().__init__(host, {viewers: False, presenter: True})
+    def __init__(
+        self, application: Application, host: str, viewers: str, presenter: str, names: Sequence[str] = ()
+    ) -> None:
+        """`viewers`, `presenter`: the tokens of viewers and presenter. `names`: see Site."""
+        super().__init__(host, {viewers: False, presenter: True}, names)
         self.application = application
         self._sizes: dict[web.WebSocketResponse, tuple[int, int]] = {}  # of the presenter's windows
         self._resized = asyncio.Event()  # another event after each change
@@ -131,7 +134,7 @@ class MirrorSite(Site):
 
 
 async def serve_mirror(
-    host: str, listening: socket.socket, command: list[str], on_ready: Callable[[str, str], None]
+    settings: WebSettings, listening: socket.socket, command: list[str], on_ready: Callable[[str, str], None]
 ) -> int:
     """Serve until the application ends or a signal arrives; returns the exit code.
 
@@ -145,7 +148,7 @@ async def serve_mirror(
     try:
         await application.start()
         running = [asyncio.create_task(application.run()), asyncio.create_task(stop.wait())]
-        async with MirrorSite(application, host, viewers, presenter).serving(listening):
+        async with MirrorSite(application, settings.host, viewers, presenter, settings.names).serving(listening):
             on_ready(viewers, presenter)
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         await application.stop()
@@ -161,11 +164,11 @@ async def serve_mirror(
         await application.stop()
 
 
-def run_mirror(host: str, listening: socket.socket, command: list[str]) -> int:
+def run_mirror(settings: WebSettings, listening: socket.socket, command: list[str]) -> int:
     """Serve the mirrored application that `command` starts; returns the exit code. Raises EngineError."""
     from minitui.server.command import address
 
-    port = listening.getsockname()[1]
+    host, port = settings.host, listening.getsockname()[1]
     presenter_address = address("127.0.0.1" if host in ("0.0.0.0", "::") else host, port)
 
     def ready(viewers: str, presenter: str) -> None:
@@ -175,4 +178,4 @@ def run_mirror(host: str, listening: socket.socket, command: list[str]) -> int:
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
-    return asyncio.run(serve_mirror(host, listening, command, ready))
+    return asyncio.run(serve_mirror(settings, listening, command, ready))

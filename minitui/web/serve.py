@@ -1,38 +1,25 @@
-"""`minitui chat --web`: the application in a browser. Each tab has its own application; all tabs use one engine.
+"""`--web`: the application in a browser. Each tab has its own application; all tabs of `minitui chat` use one engine.
 
-A tab's application is a process of `minitui chat --connect` (minitui/web/tabs.py). This process has all rights of the
-user, so --web listens on the loopback address only. With --mirror, all tabs watch one application
+A tab's application is a process of the same command without --web (minitui/web/tabs.py). This process has all rights of
+the user, so --web listens on the loopback address only. With --mirror, all tabs watch one application
 (minitui/web/mirror_server.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError, not_installed
+from minitui.web.settings import WebSettings
 
 
-@dataclass(frozen=True)
-class WebSettings:
-    """`connect`: addresses of the servers to use; if empty, an engine is started. `options`: command-line options for
-    the applications."""
-
-    host: str = "127.0.0.1"
-    port: int = 8001
-    connect: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
-    mirror: bool = False
-
-
-def run_web(settings: WebSettings, config: Any, label: str, log_file: Path) -> int:
-    """Serve the application until a signal arrives; returns the exit code. Raises EngineError."""
+def run_web(settings: WebSettings, engine: OwnServer | None = None) -> int:
+    """Serve the application until a signal arrives; returns the exit code. `engine`: the server that all applications
+    use. Raises EngineError."""
     try:
         from minitui.web.mirror_server import run_mirror
         from minitui.web.tabs import serve_tabs
@@ -48,22 +35,19 @@ def run_web(settings: WebSettings, config: Any, label: str, log_file: Path) -> i
             "add --mirror, with which others can only watch"
         )
     listening = listen(host, port)  # reports a port in use before the engine starts
-    engine = None
-    if not settings.connect:  # the started applications find the key in their environment
-        key = os.environ["MINITUI_KEY"] = secrets.token_urlsafe(24)
-        engine = OwnServer(config, label, log_file, key)
     print("starting; the address will be printed here", file=sys.stderr, flush=True)
     try:
-        urls = settings.connect or ((engine.start(),) if engine else ())
-        command = [sys.executable, "-m", "minitui", "chat", "--connect", ",".join(urls), *settings.options]
+        command = [sys.executable, "-m", "minitui", *settings.words]
+        if engine is not None:
+            command += ["--connect", engine.start()]
         if settings.mirror:
-            return run_mirror(host, listening, command)
+            return run_mirror(settings, listening, command)
 
         def ready(token: str) -> None:
             url = address(host, listening.getsockname()[1])
             print(f"minitui is at {url}/?token={token}", file=sys.stderr, flush=True)
 
-        return asyncio.run(serve_tabs(host, listening, command, ready))
+        return asyncio.run(serve_tabs(settings, listening, command, ready))
     finally:
         listening.close()
         if engine is not None:

@@ -32,7 +32,7 @@ from textual_serve import server as textual_serve
 
 from minitui.protocol import is_loopback
 from minitui.server.descriptors import most_connections
-from minitui.server.origins import authority, is_same_origin
+from minitui.server.origins import authority, is_allowed, is_same_origin
 
 MAX_TYPED = 1 << 20  # bytes of one message from a browser, such as a paste
 MAX_CONNECTIONS = 600  # below the usual limit of 1,024 open files
@@ -127,9 +127,10 @@ class Site:
 
     max_sockets = 300  # limit of open sockets that may type; the same limit applies to those that may not
 
-    def __init__(self, host: str, tokens: Mapping[str, bool]) -> None:
-        """`host`: the address on which the server listens. `tokens`: token -> True if its bearer may type."""
-        self._host, self._tokens = host, tokens
+    def __init__(self, host: str, tokens: Mapping[str, bool], names: Sequence[str] = ()) -> None:
+        """`host`: the address on which the server listens. `tokens`: token -> True if its bearer may type. `names`:
+        more names of this server, as of --allowed-host."""
+        self._host, self._tokens, self._names = host, tokens, names
         self._sockets: dict[web.WebSocketResponse, bool] = {}  # socket -> True if its user may type
         self._busy: set[Any] = set()  # connections with a running request
         self.app = web.Application(middlewares=[self._around])
@@ -157,8 +158,10 @@ class Site:
             found = authority(hosts[0]) if len(hosts) == 1 else None
             if found is None:
                 raise web.HTTPBadRequest(text="the Host header is not an address")
-            if not is_served(found[0], self._host):
-                raise web.HTTPForbidden(text=f"the Host header says {found[0]}, which is not the printed address")
+            if not is_served(found[0], self._host) and not is_allowed(found[0], self._names):
+                raise web.HTTPForbidden(
+                    text=f"the Host header says {found[0]}, which is not the printed address: add --allowed-host"
+                )
             return await handler(request)
         finally:
             self._busy.discard(request.protocol)

@@ -1,4 +1,4 @@
-"""`minitui chat --web`: each tab has its own application; all use one engine."""
+"""`--web` without --mirror: each tab has its own application."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from aiohttp import web
 
 from engine.errors import EngineError
 from minitui.web.process import WebProcess
+from minitui.web.settings import WebSettings
 from minitui.web.site import Site, first_size, messages, stopped, terminal_size
-
-MAX_TABS = 32  # each tab has a process, which takes 100 MB
 
 
 class Tab(WebProcess):
@@ -40,11 +39,9 @@ class Tab(WebProcess):
 class TabSite(Site):
     """Runs `command` as a separate process for every socket."""
 
-    max_sockets = MAX_TABS
-
-    def __init__(self, host: str, token: str, command: list[str]) -> None:
-        super().__init__(host, {token: True})
-        self._command = command
+    def __init__(self, settings: WebSettings, token: str, command: list[str]) -> None:
+        super().__init__(settings.host, {token: True}, settings.names)
+        self.max_sockets, self._command = settings.tabs, command
 
     async def attend(self, websocket: web.WebSocketResponse, request: web.Request, may_type: bool) -> None:
         tab = Tab(self._command, first_size(request) or (80, 24), websocket)
@@ -64,11 +61,13 @@ class TabSite(Site):
             await tab.stop()
 
 
-async def serve_tabs(host: str, listening: socket.socket, command: list[str], on_ready: Callable[[str], None]) -> int:
+async def serve_tabs(
+    settings: WebSettings, listening: socket.socket, command: list[str], on_ready: Callable[[str], None]
+) -> int:
     """Serve until a signal arrives; returns the exit code. `on_ready` is called with the token."""
     stop = stopped()
     token = secrets.token_urlsafe(24)
-    async with TabSite(host, token, command).serving(listening):
+    async with TabSite(settings, token, command).serving(listening):
         on_ready(token)
         await stop.wait()
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -188,19 +189,6 @@ def test_the_command_line_comes_before_the_settings_and_those_before_the_checkpo
     assert (settings.theme, settings.fps, settings.ascii) == ("minitui-light", 20, True)
 
 
-def test_the_tabs_of_a_browser_get_the_options_as_they_are_typed(monkeypatch):
-    from minitui.cli.chat import run_in_browser
-    from minitui.web.serve import WebSettings
-
-    passed: list[str] = []
-    monkeypatch.setattr("minitui.web.serve.run_web", lambda web, *_: passed.extend(web.options) or 0)
-    options = {"top_k": 5, "seed": None, "ascii": False, "resume": True, "ignore_eos": True}
-    assert run_in_browser(None, {}, WebSettings("127.0.0.1", 8001, ("http://a",)), "", options) == 0
-    assert passed == ["--top-k=5", "--unicode", "--resume", "--ignore-eos"]
-    assert run_in_browser(None, {}, WebSettings("127.0.0.1", 8001, ("http://a",)), "", {"ignore_eos": False}) == 0
-    assert passed[-1] == "--no-ignore-eos"
-
-
 async def test_ask_streams_and_closes_the_engine(capsys):
     source = FakeSource()
     assert await ask_source(source, "why?", "Be brief.", Sampling(), False, load=lambda info: ByteCodec()) == 0
@@ -261,7 +249,7 @@ def test_doctor_says_what_runs_here_and_what_to_install():
 @pytest.mark.parametrize(("package", "extra", "use"), [
     ("uvicorn", "serve", "import minitui.server.command"),
     ("httpx", "serve", "import minitui.sources.bounds"),
-    ("textual_serve", "web,serve", "from minitui.web.serve import *; run_web(WebSettings(port=0), None, '', Path())"),
+    ("textual_serve", "web,serve", "from minitui.web.serve import *; run_web(WebSettings(port=0))"),
     ("fpdf", "handout", "import minitui.export.handout_pdf"),
     ("transformers", "verify", "from minitui.cli.verify import run_verify; run_verify('')"),
 ])  # fmt: skip
@@ -283,32 +271,74 @@ def test_doctor_as_json(here):
         assert reads == pytest.approx(600), "0.6 GB: milliseconds times GB/s"
 
 
-def test_what_chat_is_told_reaches_the_applications_in_a_browser(monkeypatch):
+@pytest.mark.parametrize(("words", "applications", "engine", "tabs"), [
+    ("chat --web --system Be\\ terse --temperature 0 --top-k 9 --unicode --fps 5 --kv-blocks 9 --ignore-eos",
+     "chat --ignore-eos --top-k=9 --system=Be\\ terse --temperature=0.0 --unicode --fps=5", True, 32),
+    ("chat --web --mirror --resume --connect a:1,b:1 --model m --record my\\ class.trace --no-ignore-eos",
+     "chat --model=m --resume --connect=a:1,b:1 --no-ignore-eos --record=my\\ class.trace", False, 32),
+    ("inspect --connect a:1 --web --web-port 9", "inspect --connect=a:1", False, 32),
+    ("demo cache --web --beat 2", "demo --beat=2.0 -- cache", False, 4),
+    ("lesson 3 --web --mirror --record l.trace --theme light", "lesson --theme=light --record=l.trace -- 3", False, 4),
+    ("compare pool --pools 24,64 --web", "compare --pools=24,64 -- pool", False, 4),
+    ("compare small-pool h200-8b --web", "compare -- small-pool h200-8b", False, 32),
+    ("replay small-pool --web --speed 2 --allowed-host a.example", "replay --speed=2.0 -- small-pool", False, 32),
+])  # fmt: skip
+def test_an_application_in_a_browser_gets_the_options_as_they_are_typed(
+    words, applications, engine, tabs, here, monkeypatch
+):
+    pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
     import minitui.web.serve
 
     seen = []
-    monkeypatch.setattr(minitui.web.serve, "run_web", lambda web, *rest: seen.append(web.options) or 0)
-    words = ["chat", "--web", "--system", "Be terse", "--temperature", "0", "--top-k", "9", "--ascii", "--fps", "5"]
-    assert CliRunner().invoke(app, words).exit_code == 0
-    mirrored = ["--mirror", "--resume", "--connect", "a:1", "--model", "m", "--record", "my class.trace"]
-    assert CliRunner().invoke(app, [*words, *mirrored]).exit_code == 0
-    first = {"--system=Be terse", "--temperature=0.0", "--top-k=9", "--ascii", "--fps=5"}
-    assert [set(options) for options in seen] == [first, first | {"--resume", "--model=m", "--record=my class.trace"}]
+    monkeypatch.setattr(minitui.web.serve, "run_web", lambda web, *own: seen.append((web, bool(own))) or 0)
+    assert here(*shlex.split(words)).returncode == 0
+    [(web, own)] = seen
+    assert sorted(web.words) == sorted(shlex.split(applications)) and web.words[0] == words.split()[0]
+    assert (own, web.tabs, web.mirror) == (engine, tabs, "--mirror" in words)
+    assert web.names == (("a.example",) if "--allowed-host" in words else ())
+
+
+def test_a_key_does_not_become_a_word_of_the_processes_of_a_browser(here, monkeypatch):
+    pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
+    import minitui.web.serve
+
+    seen = []
+    monkeypatch.setattr(minitui.web.serve, "run_web", lambda web: seen.extend(web.words) or 0)
+    monkeypatch.setenv("MINITUI_KEY", "")
+    assert here("chat", "--web", "--connect", "a:1", "--key", "open-sesame-now").returncode == 0
+    assert seen == ["chat", "--connect=a:1"] and os.environ["MINITUI_KEY"] == "open-sesame-now"
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["--connect", "a:1", "--kv-blocks", "64", "--enforce-eager"], "--kv-blocks, --enforce-eager: engine options"),
-    (["--web", "--connect", "a:1", "--device", "cpu"], "--device: engine options belong to the server"),
-    (["--web", "--record", "f"], "--record needs --mirror"),
-    (["--web", "--resume"], "--resume needs --mirror"),
-    (["--connect", ","], "needs an address"),
-    (["--mirror"], "--mirror needs --web"),
-    (["--web-port", "9000"], "--web-port needs --web"),
-    (["--web-host", "0.0.0.0"], "--web-host needs --web"),
+    ("chat --connect a:1 --kv-blocks 64 --enforce-eager", "--kv-blocks, --enforce-eager: engine options"),
+    ("chat --web --connect a:1 --device cpu", "--device: engine options belong to the server"),
+    ("chat --web --record f", "--record needs --mirror, or every tab would write the same file"),
+    ("chat --web --resume", "--resume needs --mirror"),
+    ("chat --connect ,", "needs an address"),
+    ("chat --mirror", "--mirror needs --web"),
+    ("demo cache --web-port 9000", "--web-port needs --web"),
+    ("lesson 0 --web-host 0.0.0.0", "--web-host needs --web"),
+    ("replay small-pool --allowed-host a.example", "--allowed-host needs --web"),
+    ("demo cache --web --plain", "--web opens the application, and --plain does not"),
+    ("compare cache --web --save x", "--save needs --mirror"),
+    ("compare cache --web --json", "--json does not"),
 ])  # fmt: skip
 def test_an_option_that_would_do_nothing_is_refused(words, said):
-    result = CliRunner().invoke(app, ["chat", *words])
+    result = CliRunner().invoke(app, words.split())
     assert result.exit_code == 2 and said in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_recording_of_a_replay_is_a_copy_that_keeps_bookmarks(tmp_path, monkeypatch):
+    from minitui.cli.recordings import copy_trace
+    from minitui.trace.reader import TraceError, TraceReader
+
+    copied = TraceReader(copy_trace("small-pool", tmp_path / "mine.trace"))
+    copied.add_bookmark(7, "here")
+    assert (7, "here") in TraceReader(tmp_path / "mine.trace").bookmarks
+    with pytest.raises(TraceError, match="is the recording itself"):
+        copy_trace(str(tmp_path / "mine.trace"), tmp_path / "mine.trace")
+    with pytest.raises(TraceError, match="cannot be written: Is a directory"):
+        copy_trace("small-pool", tmp_path)
 
 
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")

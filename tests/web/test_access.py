@@ -29,6 +29,7 @@ from minitui.lifeline import VARIABLE
 from minitui.web import site as web_site
 from minitui.web.mirror import Application
 from minitui.web.mirror_server import MirrorSite
+from minitui.web.settings import WebSettings
 from minitui.web.site import Site, is_served, messages
 from minitui.web.tabs import TabSite
 from tests.support.serving import Running
@@ -241,11 +242,12 @@ APPLICATION = """
 """
 PARENT = """
     import asyncio, socket, sys
+    from minitui.web.settings import WebSettings
     from minitui.web.tabs import serve_tabs
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     command = [sys.executable, "-c", sys.argv[1]]
-    asyncio.run(serve_tabs("127.0.0.1", listening, command, lambda token: print(port, token, flush=True)))
+    asyncio.run(serve_tabs(WebSettings(), listening, command, lambda token: print(port, token, flush=True)))
 """
 
 
@@ -293,7 +295,7 @@ def test_the_command_itself_ends_with_its_parent(tmp_path: Path) -> None:
 
 async def test_a_tab_that_cannot_begin_says_why_and_a_closed_one_ends_its_application(tmp_path: Path) -> None:
     failing = [sys.executable, "-c", "import sys; sys.exit('minitui: no server answers')"]
-    async with served(TabSite("127.0.0.1", TYPIST, failing)) as port, aiohttp.ClientSession() as http:
+    async with served(TabSite(WebSettings(), TYPIST, failing)) as port, aiohttp.ClientSession() as http:
         own = {"Origin": f"http://127.0.0.1:{port}"}
         tab = await http.ws_connect(f"http://127.0.0.1:{port}/ws/{TYPIST}", headers=own)
         assert b"no server answers" in (await tab.receive(40)).data
@@ -309,7 +311,7 @@ async def test_a_tab_that_cannot_begin_says_why_and_a_closed_one_ends_its_applic
             sys.stdout.buffer.write(b"D" + len(data).to_bytes(4, "big") + data); sys.stdout.flush()
     """
     command = [sys.executable, "-c", textwrap.dedent(echo)]
-    async with served(TabSite("127.0.0.1", TYPIST, command)) as port, aiohttp.ClientSession() as http:
+    async with served(TabSite(WebSettings(), TYPIST, command)) as port, aiohttp.ClientSession() as http:
         own = {"Origin": f"http://127.0.0.1:{port}"}
         tab = await http.ws_connect(f"http://127.0.0.1:{port}/ws/{TYPIST}?width=x&height=-1", headers=own)
         assert (await tab.receive(40)).data == b"drawn"

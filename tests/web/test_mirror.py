@@ -6,7 +6,6 @@ import asyncio
 import re
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pyte
@@ -230,10 +229,11 @@ async def test_a_page_has_a_title_an_icon_and_a_width_for_phones(token: str) -> 
 
 async def test_without_a_mirror_the_network_is_refused() -> None:
     pytest.importorskip("textual_serve", reason="the extra 'web' is not installed")
-    from minitui.web.serve import WebSettings, run_web
+    from minitui.web.serve import run_web
+    from minitui.web.settings import WebSettings
 
     with pytest.raises(EngineError, match="add --mirror"):
-        run_web(WebSettings("0.0.0.0", 0, ("http://127.0.0.1:9",)), None, "", Path("none"))
+        run_web(WebSettings("0.0.0.0", 0, ("chat", "--connect", "http://127.0.0.1:9")))
 
 
 def test_half_a_surrogate_pair_can_be_typed() -> None:
