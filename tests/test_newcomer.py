@@ -50,9 +50,9 @@ STATE_FIELDS: list[Edit] = [
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources, without pictures and tests that nothing here runs."""
+    """A copy of the sources and of what Python has compiled of them, without pictures."""
     copy = tmp_path_factory.mktemp("newcomer")
-    unused = shutil.ignore_patterns("__pycache__", "snapshots", "*.png")
+    unused = shutil.ignore_patterns("snapshots", "*.png")
     for folder in ("engine", "minitui", "tests"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=unused)
     for name in ("pyproject.toml", "README.md"):

@@ -90,4 +90,5 @@ def traits(config: ModelConfig) -> frozenset[str]:
 
 def lacking(config: ModelConfig, path: str) -> str:
     """Returns the traits of the model that a path lacks, in words; "" if the path supports the model."""
-    return ", ".join(WORDS[name] for name in WORDS if name in traits(config) - SUPPORTED[path])
+    lacks = traits(config) - SUPPORTED[path]
+    return ", ".join(words for name, words in WORDS.items() if name in lacks)

@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import multiprocessing
 import random
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from minitui.bench.load_figures import Outcome, found_rate, report, summarise, trial_line, write
+from minitui.goals import goals_of
 from minitui.visible import json_text
 
 TEXT_FIELDS = ("content", "reasoning_content", "tool_calls")  # fields of a chat delta that count as text
-PERCENTILES = (50, 90, 99)
+GOALS = ("first", "gap", "total")
+PRECISION = 1.05  # the search for a rate ends when the rate that misses is at most this times the one that holds
+MOST_TRIALS = 24
+START_S = 3.0  # until all processes have started
 WORDS = (
     "block", "cache", "token", "prefix", "tree", "queue", "batch", "step", "prompt", "answer", "page", "table",
     "decode", "prefill", "head", "layer", "request", "share", "evict", "admit", "stream", "model", "weight", "draw",
@@ -32,19 +38,25 @@ HELP = """Measure an OpenAI-compatible server under load.
   minitui bench --url http://127.0.0.1:8000 --rate 8 --requests 200    Poisson arrivals
   minitui bench --url ... --shared-words 400 --groups 4                four shared system prompts
   minitui bench --url ... --trace day.jsonl --speed 2                  replay a trace twice as fast
+  minitui bench --url ... --slo first=500,gap=50 --find-rate           the highest rate at which 99 % keep these times
+  minitui bench --url ... --out new; minitui compare old.json new.json two results side by side
 
 Each request is sent at its planned time, even if earlier requests are still running (open loop). So the queue of a slow
-server grows, as with real users.
+server grows, as with real users. "gaps" are the times between two chunks of an answer; a chunk may have several tokens.
 
 A trace is a JSONL file with one request per line. A line is an object with "t" (seconds), optionally "max_tokens", and
 the text: "prompt", "messages" or "words" (a number of random words). Random words can follow a prefix that several
 requests share: "prefix" is its name, "prefix_words" its length. Mooncake traces work too. Their lines have "timestamp"
 (ms), "input_length", "output_length" and "hash_ids", one id for each 512 tokens; equal ids get equal text.
 """
-async def measure(options: LoadOptions) -> dict[str, Any]:
-    """Plans and sends the requests; returns the figures. Raises EngineError if the run cannot start."""
+
+
+async def measure(options: LoadOptions, trial: int = 0) -> dict[str, Any]:
+    """Plans and sends the requests; returns the figures. Raises EngineError if the run cannot start. `trial` changes
+    the random texts: a trial finds nothing of the one before in the cache."""
     from minitui.sources.http import normalise
 
+    goals = goals_of(options.slo, GOALS) if options.slo else {}
     url = normalise(options.url)
     model = options.model or await first_model(url, options.key)
     if options.trace is not None:
@@ -54,10 +66,36 @@ async def measure(options: LoadOptions) -> dict[str, Any]:
             raise InvalidRequest(f"{options.trace} cannot be read: {error}", "trace") from error
         plan = replay(lines, options, model)
     else:
-        plan = poisson(options, model)
-    outcomes = await run_load(url, options.key, plan, options.timeout, None if options.json else sys.stderr)
-    limits = Limits(options.ttft_ms, options.tpot_ms, options.e2e_ms)
-    return {"url": url, "model": model, "rate": options.rate, **summarise(outcomes, limits)}
+        plan = poisson(replace(options, seed=options.seed + trial), model)
+    say = None if options.json else sys.stderr
+    outcomes = await run_load(url, options.key, plan, options.timeout, say, options.processes)
+    return {"url": url, "model": model, "rate": options.rate, **summarise(outcomes, goals)}
+
+
+async def find_rate(
+    options: LoadOptions, say: Callable[[str], None], measure: Callable[..., Awaitable[dict[str, Any]]] = measure
+) -> dict[str, Any]:
+    """Returns the highest rate at which the share of requests within the goals is `options.share`, and each trial.
+
+    Doubles or halves the rate until the goals hold at one and are missed at the other, then halves the interval until
+    its ends differ by 5 %.
+    """
+    holds, missed, trials, rate = 0.0, math.inf, list[dict[str, Any]](), options.rate
+    while len(trials) < MOST_TRIALS and missed > holds * PRECISION:
+        figures = await measure(replace(options, rate=rate, json=True), len(trials))
+        trials.append(figures)
+        good = figures["within_limits"] >= options.share * figures["requests"]
+        holds, missed = (rate, missed) if good else (holds, rate)
+        say(trial_line(figures, good))
+        if good and options.requests < rate:
+            break  # all requests came within a second: a higher rate asks no more of the server
+        rate = rate * 2 if missed == math.inf else rate / 2 if not holds else math.sqrt(holds * missed)
+    return {
+        "url": trials[-1]["url"], "model": trials[-1]["model"], "goals_ms": trials[-1]["goals_ms"],
+        "share": options.share, "highest_rate": holds or None,
+        "lowest_rate_missed": None if math.isinf(missed) else missed,
+        "trials": sorted(trials, key=lambda one: one["rate"]),
+    }  # fmt: skip
 
 
 async def first_model(url: str, key: str) -> str:
@@ -75,15 +113,29 @@ async def first_model(url: str, key: str) -> str:
 
 
 def load(options: LoadOptions) -> None:
-    """Sends the requests and prints the report."""
+    """Sends the requests, prints the report, and writes it with --out."""
     for name in ("rate", "speed", "timeout"):
         if not getattr(options, name) > 0:
             raise InvalidRequest(f"--{name} is {getattr(options, name)}: it must be above 0", name)
-    figures = asyncio.run(measure(options))
-    if options.json:
-        print(json_text({**figures, "rate": str(figures["rate"])}, indent=2))
+    if options.find_rate and (not options.slo or options.trace is not None or math.isinf(options.rate)):
+        raise InvalidRequest(
+            "--find-rate looks for the highest rate that keeps --slo, as in --slo first=500,gap=50; it has no --trace, "
+            "and --rate, where it begins, must be finite"
+        )
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
+
+    if options.find_rate:
+        figures = asyncio.run(find_rate(options, say))
+        lines = [found_rate(figures, options.requests)]
     else:
-        print("\n".join(report(figures)))
+        figures = asyncio.run(measure(options))
+        lines = report(figures)
+    data = json_text(figures | ({"rate": str(figures["rate"])} if "rate" in figures else {}), indent=2)
+    print(data if options.json else "\n".join(lines))
+    if options.out is not None:
+        write(options.out, data + "\n", figures)
 
 
 @dataclass(kw_only=True)
@@ -110,9 +162,23 @@ class LoadOptions:
     speed: Annotated[float, typer.Option(help="With --trace: replay this many times as fast.")] = 1.0
     seed: Annotated[int, typer.Option(help="Seed of arrival times and random words.")] = 0
     timeout: Annotated[float, typer.Option(help="Abort a request after this many seconds without data.")] = 600.0
-    ttft_ms: Annotated[float | None, typer.Option(help="Goodput: limit of the time to the first token, in ms.")] = None
-    tpot_ms: Annotated[float | None, typer.Option(help="Goodput: limit of the time per output token, in ms.")] = None
-    e2e_ms: Annotated[float | None, typer.Option(help="Goodput: limit of the time of the whole answer, in ms.")] = None
+    slo: Annotated[
+        str,
+        typer.Option(
+            help="Goals of each request in ms, for goodput: first (time to first token), gap (mean time between "
+            "tokens), total; as in first=500,gap=50."
+        ),
+    ] = ""
+    find_rate: Annotated[
+        bool, typer.Option("--find-rate", help="Look for the highest rate that keeps --slo; begins with --rate.")
+    ] = False
+    share: Annotated[
+        float, typer.Option(min=0.01, max=1, help="With --find-rate: the share of requests that must keep --slo.")
+    ] = 0.99
+    processes: Annotated[
+        int, typer.Option(min=1, max=64, help="Processes that send. One can read some 5,000 chunks a second.")
+    ] = 1
+    out: Annotated[Path | None, typer.Option(help="Also write the result to OUT.json and a chart to OUT.png.")] = None
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
 
@@ -194,110 +260,14 @@ def _planned(at: float, body: dict[str, Any], options: LoadOptions, model: str) 
     return Planned(at, body, chat)
 
 
-@dataclass
-class Outcome:
-    """The result of a request.
-
-    `sent`: seconds after the start. `first` and `total`: seconds after `sent`. `error`: empty for an answered request.
-    """
-
-    sent: float
-    first: float = 0.0
-    total: float = 0.0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    cached_tokens: int | None = None  # None: the server does not report it
-    error: str = ""
-    detail: str = ""
-
-    @property
-    def per_token(self) -> float | None:
-        """Average seconds between two tokens; None for answers of one token."""
-        return (self.total - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else None
-
-
-@dataclass
-class Limits:
-    """Latency limits in milliseconds; None: no limit. A request within all limits counts for goodput."""
-
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    e2e_ms: float | None = None
-
-    def kept(self, outcome: Outcome) -> bool:
-        """Returns True if the request was answered within the limits."""
-        pairs = ((self.ttft_ms, outcome.first), (self.tpot_ms, outcome.per_token or 0.0), (self.e2e_ms, outcome.total))
-        return not outcome.error and all(limit is None or value * 1e3 <= limit for limit, value in pairs)
-
-
-def summarise(outcomes: Sequence[Outcome], limits: Limits) -> dict[str, Any]:
-    """Returns the figures of a run; latencies are in milliseconds."""
-    answered = [outcome for outcome in outcomes if not outcome.error]
-    seconds = max((outcome.sent + outcome.total for outcome in outcomes), default=0.0)
-    good = sum(limits.kept(outcome) for outcome in outcomes)
-    per_token = [value for outcome in answered if (value := outcome.per_token) is not None]
-    prompt = sum(outcome.prompt_tokens for outcome in answered)
-    cached = [outcome.cached_tokens for outcome in answered if outcome.cached_tokens is not None]
-    return {
-        "requests": len(outcomes),
-        "answered": len(answered),
-        "not_answered": dict(Counter(outcome.error for outcome in outcomes if outcome.error)),
-        "example_of_an_error": next((outcome.detail for outcome in outcomes if outcome.detail), ""),
-        "seconds": round(seconds, 3),
-        "requests_per_s": round(len(answered) / seconds, 3) if seconds else 0.0,
-        "goodput_per_s": round(good / seconds, 3) if seconds else 0.0,
-        "limits": {name: limit for name, limit in vars(limits).items() if limit is not None},
-        "within_limits": good,
-        "prompt_tokens": prompt,
-        "cached_tokens": sum(cached) if cached else None,
-        "output_tokens": sum(outcome.output_tokens for outcome in answered),
-        "output_tokens_per_s": round(sum(o.output_tokens for o in answered) / seconds, 1) if seconds else 0.0,
-        "ttft_ms": spread([outcome.first for outcome in answered]),
-        "tpot_ms": spread(per_token),
-        "e2e_ms": spread([outcome.total for outcome in answered]),
-    }
-
-
-def spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Returns mean, percentiles and maximum in milliseconds; None if there are no values."""
-    if not seconds:
-        return None
-    ordered = sorted(seconds)
-    levels = {f"p{p}": ordered[min(len(ordered) - 1, math.ceil(len(ordered) * p / 100) - 1)] for p in PERCENTILES}
-    values = {"mean": sum(ordered) / len(ordered), **levels, "max": ordered[-1]}
-    return {name: round(value * 1e3, 3) for name, value in values.items()}
-
-
-def report(figures: dict[str, Any]) -> list[str]:
-    """Returns the figures as lines of text."""
-    limits = ", ".join(f"{name.removesuffix('_ms')} {limit:g} ms" for name, limit in figures["limits"].items())
-    good = f"{figures['goodput_per_s']:.2f} within the limits ({limits}), " if limits else ""
-    missed = ", ".join(f"{count} {error}" for error, count in figures["not_answered"].items())
-    found, prompt = figures["cached_tokens"], figures["prompt_tokens"]
-    cached = "cache use unknown" if found is None else f"{found / max(1, prompt):.0%} of prompt tokens from the cache"
-    lines = [
-        f"{figures['answered']} of {figures['requests']} requests answered in {figures['seconds']:.1f} s"
-        + (f"; {missed}" if missed else ""),
-        f"{figures['requests_per_s']:.2f} requests/s, {good}"
-        f"{figures['output_tokens_per_s']:,.0f} output tokens/s, {cached}",
-    ]
-    if figures["example_of_an_error"]:
-        lines.append(f"example of an error: {figures['example_of_an_error']}")
-    lines.append(f"{'ms':24}{'mean':>10}" + "".join(f"{f'p{p}':>10}" for p in PERCENTILES) + f"{'max':>10}")
-    for key, name in (("ttft_ms", "first token"), ("tpot_ms", "per output token"), ("e2e_ms", "end to end")):
-        values = figures[key]
-        lines.append(f"{name:24}" + ("".join(f"{v:10,.1f}" for v in values.values()) if values else f"{'unknown':>10}"))
-    return lines
-
-
 async def send(client: Any, planned: Planned, began: float) -> Outcome:
     """Sends one request and reads its answer."""
     from minitui.sources.bounds import ANSWER
     from minitui.sources.http import check, httpx, parse, server_events
 
     outcome = Outcome(time.perf_counter() - began)
-    started = time.perf_counter()
-    pieces, ended = 0, False
+    started = last = time.perf_counter()
+    ended = False
     path = "/v1/chat/completions" if planned.chat else "/v1/completions"
     try:
         async with client.stream("POST", path, json=planned.body, extensions=ANSWER.extension()) as response:
@@ -312,9 +282,14 @@ async def send(client: Any, planned: Planned, began: float) -> Outcome:
                 _count_usage(outcome, chunk.get("usage") or {})
                 for choice in chunk.get("choices", ()):
                     text = choice.get("text") or any((choice.get("delta") or {}).get(key) for key in TEXT_FIELDS)
+                    now = time.perf_counter()
                     if text or choice.get("finish_reason"):
-                        outcome.first = outcome.first or time.perf_counter() - started
-                    pieces += bool(text)
+                        outcome.first = outcome.first or now - started
+                    if text:
+                        if outcome.chunks:
+                            outcome.gaps.append(now - last)
+                        outcome.chunks += 1
+                        last = now
                     ended = ended or bool(choice.get("finish_reason"))  # after this, some servers send no [DONE]
         if not ended:
             outcome.error, outcome.detail = "cut off", "the answer ended without a finish_reason"
@@ -328,7 +303,7 @@ async def send(client: Any, planned: Planned, began: float) -> Outcome:
         outcome.error, outcome.detail = type(error).__name__, str(error)
     finally:
         outcome.total = time.perf_counter() - started
-        outcome.output_tokens = outcome.output_tokens or pieces  # without usage, each piece counts as a token
+        outcome.output_tokens = outcome.output_tokens or outcome.chunks  # without usage, each chunk counts as a token
     return outcome
 
 
@@ -342,13 +317,30 @@ def _count_usage(outcome: Outcome, usage: dict[str, Any]) -> None:
 
 
 async def run_load(
-    url: str, key: str, plan: Sequence[Planned], timeout_s: float, progress: TextIO | None = None
+    url: str, key: str, plan: Sequence[Planned], timeout_s: float, progress: TextIO | None = None, processes: int = 1
 ) -> list[Outcome]:
-    """Sends each request at its planned time; returns the outcomes in the order of the plan."""
-    from minitui.sources.http import open_client
+    """Sends each request at its planned time; returns the outcomes in the order of the plan. With several processes,
+    each sends its share of the plan."""
+    context = multiprocessing.get_context("spawn")
+    counts = [context.Array("q", 2, lock=False) for _ in range(processes)]  # of each process: finished, failed
+    if processes == 1:
+        began = time.perf_counter()
+        sending: Awaitable[list[Outcome]] = _send_all(url, key, plan, timeout_s, began, counts[0])
+    else:
+        began = time.perf_counter() + START_S  # this clock is the same in all processes
+        sending = asyncio.to_thread(_in_processes, context, url, key, plan, timeout_s, began, counts)
+    reporting = asyncio.create_task(_report_progress(progress, plan, counts, began)) if progress else None
+    try:
+        return await sending
+    finally:
+        if reporting is not None:
+            reporting.cancel()
 
-    done: list[Outcome] = []
-    began = time.perf_counter()
+
+async def _send_all(
+    url: str, key: str, plan: Sequence[Planned], timeout_s: float, began: float, counts: Any
+) -> list[Outcome]:
+    from minitui.sources.http import open_client
 
     async def one(planned: Planned) -> Outcome:
         await asyncio.sleep(max(0.0, planned.at - (time.perf_counter() - began)))
@@ -356,25 +348,49 @@ async def run_load(
         async with open_client(url, key) as client:
             client.timeout = timeout_s
             outcome = await send(client, planned, began)
-        done.append(outcome)
+        outcome.late = outcome.sent - planned.at
+        counts[0] += 1
+        counts[1] += bool(outcome.error)
         return outcome
 
-    tasks = [asyncio.create_task(one(planned)) for planned in plan]
-    reporting = asyncio.create_task(_report_progress(progress, plan, done, began)) if progress else None
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        if reporting is not None:
-            reporting.cancel()
-        for task in tasks:
-            task.cancel()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(planned)) for planned in plan]
+    return [task.result() for task in tasks]
 
 
-async def _report_progress(out: TextIO, plan: Sequence[Planned], done: list[Outcome], began: float) -> None:
+def _in_processes(
+    context: SpawnContext, url: str, key: str, plan: Sequence[Planned], timeout_s: float, began: float, counts: Any
+) -> list[Outcome]:
+    shares = [(plan[i :: len(counts)], counts[i]) for i in range(len(counts))]
+    results: list[Any] = [None] * len(plan)
+    pipes = []
+    for share, count in shares:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_process, args=(theirs, url, key, share, timeout_s, began, count), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append((ours, process))
+    for i, (ours, process) in enumerate(pipes):
+        try:
+            results[i :: len(pipes)] = ours.recv()
+        except EOFError:
+            raise EngineError(f"process {i + 1} of --processes {len(pipes)} ended before its requests did") from None
+        finally:
+            process.join()
+    return results
+
+
+def _process(pipe: Any, url: str, key: str, plan: Sequence[Planned], timeout_s: float, began: float, c: Any) -> None:
+    pipe.send(asyncio.run(_send_all(url, key, plan, timeout_s, began, c)))
+
+
+async def _report_progress(out: TextIO, plan: Sequence[Planned], counts: Sequence[Any], began: float) -> None:
     while True:
         await asyncio.sleep(1.0)
         now = time.perf_counter() - began
+        if now < 0:
+            continue
         due = sum(planned.at <= now for planned in plan)
-        failed = sum(bool(outcome.error) for outcome in done)
-        line = f"{now:5.0f} s  {due} of {len(plan)} sent, {len(done)} finished, {failed} failed"
+        finished, failed = sum(count[0] for count in counts), sum(count[1] for count in counts)
+        line = f"{now:5.0f} s  {due} of {len(plan)} sent, {finished} finished, {failed} failed"
         print(line, file=out, flush=True)

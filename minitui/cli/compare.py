@@ -72,6 +72,7 @@ def compare(
       minitui compare cache --save demo   also write demo.cache-off.trace and demo.cache-on.trace
       minitui compare demo.cache-off.trace demo.cache-on.trace
       minitui compare cache --json | jq .sentence
+      minitui compare old.json new.json   two results of minitui bench --url --out
 
     With --json, "differences" has each figure of the text: "first" and "second" are its values, and "change_share" is
     the change as a share of the first. The name of a figure ends with its unit ("time_ms", "gap_p99_ms",
@@ -93,10 +94,25 @@ def compare(
         if pools or save or record or model or (device, dtype) != ("auto", "auto"):
             wrong = "--model, --device, --dtype, --pools, --save and --record"
             raise EngineError(f"{wrong} belong to a new run, not to recordings")
+        if all(name.endswith(".json") for name in names):
+            _results(names, json)
+            return
         open_in_browser(context, opening, own_engine=False)
         raise typer.Exit(_open(names[0], names[1], looks, text, json))
     else:
         raise EngineError(f"{len(names)} recordings were given: two can be compared at a time")
+
+
+def _results(names: Sequence[str], json: bool) -> None:
+    """Prints two results of `minitui bench --url --out` side by side."""
+    from minitui.bench.load_figures import compare_results, read_result, side_by_side
+
+    rows = side_by_side(*(read_result(Path(name)) for name in names))
+    print(
+        json_text({"runs": list(names), "differences": rows}, indent=2)
+        if json
+        else "\n".join(compare_results(names, rows))
+    )
 
 
 def _list() -> None:

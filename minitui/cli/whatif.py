@@ -156,9 +156,10 @@ def advise(
     scheduler with other budgets, numbers of rows, orders and drafts; the memory stays. "*" marks a setting whose steps
     do more than any recorded step: their times are extrapolated.
     """
+    from minitui.goals import goal_words, goals_of
     from minitui.text import count
     from minitui.whatif.answer import advise as best_of
-    from minitui.whatif.answer import as_data, control, fit_words, goal_words, goals_of, reason, words_of
+    from minitui.whatif.answer import as_data, control, fit_words, reason, words_of
 
     goals = goals_of(goal)
     question = _question(trace, arrivals)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
-from minitui.text import count, duration
+from minitui.goals import keeps
+from minitui.text import count
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.compare.figures import QUANTITIES, RunFigures
 from minitui.viewmodel.compare.runs import Run, recorded_view
@@ -20,7 +21,6 @@ from minitui.whatif.play import Player
 from minitui.whatif.settings import Setting, value_of
 
 CHECKED = ("time", "first_p50", "first_p99", "gap_p50", "gap_p99", "steps", "cached", "preemptions")
-GOALS = ("first", "gap")
 
 
 class Question:
@@ -112,8 +112,7 @@ def _point(changes: dict[str, str], goals: dict[str, float]) -> Point:
     player = _question.play(_question.changed(changes))
     good = sum(
         1 for one in player.played.values()
-        if one.tokens and not one.asked.before and one.first_ms <= goals.get("first", float("inf"))
-        and one.gap_ms <= goals.get("gap", float("inf"))
+        if one.tokens and not one.asked.before and keeps(goals, first=one.first_ms, gap=one.gap_ms)
     )  # fmt: skip
     return Point(changes, player.figures, player.notes, good, len(player.refused), player.device.extrapolated)
 
@@ -140,23 +139,6 @@ class Sweep:
 
 
 ALIKE = 0.03  # a goodput that is larger by a smaller share is not better: the recorded setting stays
-
-
-def goals_of(text: str) -> dict[str, float]:
-    """Returns {"first": 500.0, "gap": 50.0} for "first=500,gap=50", in ms. Raises EngineError."""
-    goals: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        try:
-            goals[name] = float(value)
-        except ValueError:
-            goals[name] = -1.0
-        if name not in GOALS or not 0 < goals[name] < 1e9:
-            raise EngineError(
-                f"{text[:60]!r} is not a list of goals: write first=500,gap=50: the longest time to first token and "
-                "the longest mean gap between tokens of a request, in ms"
-            )
-    return goals
 
 
 def candidates(question: Question) -> list[dict[str, str]]:
@@ -229,13 +211,3 @@ def as_data(point: Point) -> dict[str, Any]:
         "changes": point.changes, "figures": figures, "within_goals": point.good, "goodput_per_second": point.goodput,
         "refused_requests": point.refused, "extrapolated_steps": point.extrapolated, "notes": point.notes,
     }  # fmt: skip
-
-
-def goal_words(goals: dict[str, float]) -> str:
-    """Returns "first token within 500 ms and a mean gap of at most 50.0 ms"."""
-    parts = []
-    if "first" in goals:
-        parts.append(f"first token within {duration(goals['first'])}")
-    if "gap" in goals:
-        parts.append(f"a mean gap of at most {duration(goals['gap'])}")
-    return " and ".join(parts)

@@ -16,19 +16,9 @@ from typing import Any
 import pytest
 
 from engine.errors import EngineDead, InvalidRequest
-from minitui.bench.load import (
-    Limits,
-    LoadOptions,
-    Outcome,
-    load,
-    measure,
-    poisson,
-    replay,
-    report,
-    run_load,
-    spread,
-    summarise,
-)
+from minitui.bench.load import LoadOptions, find_rate, load, measure, poisson, replay, run_load
+from minitui.bench.load_figures import Outcome, found_rate, read_result, report, side_by_side, spread, summarise
+from minitui.goals import goals_of
 from tests.support.serving import Running, serving
 
 WAITING, RUNNING = 12, 4
@@ -88,15 +78,68 @@ def test_a_trace_of_hashed_blocks_has_texts_that_are_shared_where_the_hashes_are
 def test_the_summary_matches_the_outcomes() -> None:
     outcomes = [Outcome(sent=i, first=0.1, total=0.1 + 0.02 * 10, output_tokens=11, prompt_tokens=10) for i in range(9)]
     outcomes.append(Outcome(sent=9.0, total=1.0, error="refused (429)"))
-    figures = summarise(outcomes, Limits(ttft_ms=150, tpot_ms=19))
+    figures = summarise(outcomes, {"first": 150, "gap": 19})
     assert figures["answered"] == 9 and figures["not_answered"] == {"refused (429)": 1} and figures["seconds"] == 10.0
     assert figures["tpot_ms"]["p50"] == 20.0 and figures["within_limits"] == 0, "20 ms per token are over 19"
-    assert summarise(outcomes, Limits(ttft_ms=150, tpot_ms=21))["goodput_per_s"] == 0.9
-    assert summarise(outcomes, Limits(ttft_ms=99))["within_limits"] == 0
+    assert summarise(outcomes, {"first": 150, "gap": 21})["goodput_per_s"] == 0.9
+    assert summarise(outcomes, {"first": 99})["within_limits"] == 0
     told = "\n".join(report(figures))
-    assert "cache use unknown" in told and "within the limits (ttft 150 ms, tpot 19 ms)" in told
+    assert "cache use unknown" in told
+    assert "within the goals (first token within 150 ms and a mean gap of at most 19.0 ms)" in told
+    for wrong in ("first", "first=0", "last=5", "first=5,,", "gap=nan"):
+        with pytest.raises(InvalidRequest, match="is not a list of goals: write first=500,gap=50"):
+            goals_of(wrong)
     assert spread([x / 1000 for x in range(1, 101)]) == {"mean": 50.5, "p50": 50, "p90": 90, "p99": 99, "max": 100}
     assert spread([]) is None
+
+
+@pytest.mark.parametrize("limit", [0.3, 7.0, 40.0, 1e6])
+async def test_the_search_finds_the_highest_rate_that_keeps_the_goals(limit: float) -> None:
+    """A server whose first tokens take 100 ms up to this rate, and ten times as long above."""
+    lines: list[str] = []
+
+    async def served(asked: LoadOptions, trial: int) -> dict[str, Any]:
+        outcome = Outcome(sent=0, first=0.1 if asked.rate <= limit else 1.0, total=1, output_tokens=9, chunks=9)
+        return {"url": "u", "model": "m", "rate": asked.rate, **summarise([outcome] * asked.requests, {"first": 500})}
+
+    chosen = options(slo="first=500", find_rate=True, requests=200)
+    found = await find_rate(chosen, lines.append, served)
+    sentence = found_rate(found, 200)
+    if limit > 200:
+        assert "Even with all 200 requests within a second" in sentence
+    else:
+        assert limit / 1.06 < found["highest_rate"] <= limit < found["lowest_rate_missed"]
+        assert sentence.startswith("Highest rate at which 99%")
+    rates = [one["rate"] for one in found["trials"]]
+    assert rates == sorted(rates) and len(lines) == len(rates) <= 16
+
+
+def test_several_processes_send_the_plan_and_two_results_are_compared(
+    server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minitui.export.charts.write_png", _write_svg)
+    base = tmp_path / "run"
+    asked = {"requests": 6, "rate": 20, "output_tokens": 8, "processes": 2, "ignore_eos": True}
+    load(LoadOptions(url=server.url, json=True, out=base, **asked))
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["answered"] == 6 and figures["output_tokens"] == 48
+    assert 0 < figures["chunks_per_token"] <= 1 and figures["gap_ms"]["max"] >= figures["gap_ms"]["p50"] > 0
+    assert figures["sent_late_ms"]["max"] >= 0 and json.loads(base.with_suffix(".json").read_text()) == figures
+    assert "gap between chunks (ms)" in base.with_suffix(".png").read_text()
+    slower = figures | {"output_tokens_per_s": figures["output_tokens_per_s"] / 2}
+    (tmp_path / "slower.json").write_text(json.dumps(slower))
+    rows = side_by_side(read_result(base.with_suffix(".json")), read_result(tmp_path / "slower.json"))
+    changed = {row["name"]: row["change_share"] for row in rows if row["change_share"]}
+    assert changed == {"output tokens/s": pytest.approx(-0.5)}
+    (tmp_path / "bad.json").write_text('{"ttft_ms": 1}')
+    with pytest.raises(InvalidRequest, match="is no result of one run"):
+        read_result(tmp_path / "bad.json")
+
+
+def _write_svg(svg: str, path: Path) -> Path:
+    """In the place of the browser that makes a picture of it."""
+    path.write_text(svg)
+    return path
 
 
 def test_a_run_reports_the_same_counts_as_the_server(server: Running) -> None:
@@ -133,19 +176,15 @@ def test_overload_loses_no_request_without_a_sentence_and_bounds_the_wait(server
         outcomes = asyncio.run(run_load(server.url, "", poisson(asked, "tutor"), 60))
     finally:
         del service.admit  # type: ignore[method-assign]
-    figures = summarise(outcomes, Limits())
+    figures = summarise(outcomes, {})
     assert figures["answered"] + figures["not_answered"].get("refused (429)", 0) == len(outcomes) == sent, figures
     missed = [outcome for outcome in outcomes if outcome.error]
     assert missed and all("the limit is 16: try again later" in outcome.detail for outcome in missed)
     assert server.metric("minitui_requests_refused_total") == refused + len(missed)
     assert figures["output_tokens"] == 24 * figures["answered"] and figures["answered"] >= places
-    assert most <= places
+    assert most <= places, "an accepted request waits for at most as many others as there are places"
     server.wait_idle()
     server.call(service.client.control("check"))
-    # An accepted request waits for at most as many others as there are places, however many were refused.
-    bound = full["e2e_ms"]["max"]
-    assert figures["e2e_ms"]["max"] < 3 * bound + 1000, f"{figures} though a full server takes {bound:.0f} ms"
-    print({key: figures[key] for key in ("answered", "not_answered", "seconds", "ttft_ms", "tpot_ms", "e2e_ms")})
 
 
 def test_the_command_prints_a_table_or_json(
@@ -162,3 +201,5 @@ def test_the_command_prints_a_table_or_json(
         load(LoadOptions(url="http://127.0.0.1:9", requests=1))
     with pytest.raises(InvalidRequest, match="rate"):
         load(LoadOptions(url=server.url, rate=0))
+    with pytest.raises(InvalidRequest, match="--find-rate looks for"):
+        load(LoadOptions(url=server.url, find_rate=True))
