@@ -147,9 +147,12 @@ OF_STATE = """
 from engine.trace.state import State
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
+from tests.support.golden import GOLDEN
 state = TraceReader(bundled()["small-pool"]).part(0).state
 assert all(request.place == 0 for request in state.requests.values())
 assert all(node.hits == 0 for node in state.nodes.values()) and state.tiers == {}
+golden = TraceReader(GOLDEN)
+assert len(golden.keyframes) > 1 and list(golden.records())  # keyframes equal the state after the records before
 
 from tests.engine.test_scheduler_simulation import Load
 load = Load(3, 0)

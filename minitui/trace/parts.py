@@ -104,11 +104,14 @@ def _timeless(snapshot: dict[str, Any]) -> dict[str, Any]:
 
 def _older(snapshot: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
     """Returns the snapshot without the fields that `written`, the file's, does not have: older versions had fewer."""
-    requests = {
-        id: {name: value for name, value in request.items() if name in written["requests"].get(id, request)}
-        for id, request in snapshot["requests"].items()
+    parts = {
+        kind: {
+            id: {name: value for name, value in one.items() if name in written[kind].get(id, one)}
+            for id, one in snapshot[kind].items()
+        }
+        for kind in ("requests", "nodes")
     }
-    return {name: value for name, value in {**snapshot, "requests": requests}.items() if name in written}
+    return {name: value for name, value in (snapshot | parts).items() if name in written}
 
 
 def _records(part: Part, line: Any) -> Iterator[Record]:
