@@ -37,14 +37,15 @@ ENGINE_LEVELS = (
 MINITUI_LEVELS = (
     ("sampling",),
     ("text", "visible", "lifeline", "protocol", "settings", "tutor"),
-    ("progress",),
+    ("progress", "goals"),
     ("trace",),
     ("sources", "server"),
-    ("chat", "viewmodel", "web", "bench", "vllm"),
+    ("chat", "viewmodel", "web", "vllm"),
     ("teaching", "whatif"),
     ("prefix",),
     ("tui",),
     ("export",),
+    ("bench",),
     ("cli",),
     ("dev",),
 )
