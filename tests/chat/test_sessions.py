@@ -36,7 +36,7 @@ async def chats_on(source: FakeSource, store: Store | None = None) -> Chats:
 
 
 async def answered(*sessions: Session) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while any(s.busy for s in sessions):
             await asyncio.sleep(0.001)
 
@@ -110,18 +110,6 @@ async def test_a_template_that_drops_thinking_says_where_the_turn_diverges_and_w
     assert CODEC.decode(kept[:at]).endswith("assistant\n")  # everything before the thinking is still shared
     text = " ".join(t for t, _ in describe_answer(session.messages[-1]))
     assert f"the prompt changes from token {at} on" in text
-
-
-async def test_a_retried_answer_reports_no_difference_by_the_template():
-    chats = await chats_on(FakeSource())
-    session = chats.new(SYSTEM)
-    chats.send(session, "What is a block table?")
-    await answered(session)
-    asked = session.messages[-1].metrics["prompt_tokens"]
-    chats.retry(session)
-    await answered(session)
-    metrics = session.messages[-1].metrics
-    assert "diverged" not in metrics and metrics["cached_tokens"] == (asked - 1) // 16 * 16
 
 
 async def test_a_changed_system_prompt_diverges_in_the_first_tokens():
@@ -281,17 +269,6 @@ async def test_after_many_starts_only_the_chats_of_the_last_come_back_and_the_ot
     assert [one.title for one in chats.store.search("start 3")] == ["start 3"]
 
 
-async def test_of_very_many_chats_the_last_used_come_back(tmp_path):
-    store = Store(tmp_path / "chats.sqlite")
-    chats = await asked(store, *(f"chat {number}" for number in range(12)))
-    chats.send(chats.sessions[1], "and then?")
-    await answered(chats.sessions[1])
-    store.close()
-    again = Chats(FakeSource(), Store(tmp_path / "chats.sqlite"))
-    assert again.restore() == 9
-    assert [s.title for s in again.sessions] == ["chat 1", *(f"chat {number}" for number in range(4, 12))]
-
-
 async def test_a_chat_that_is_open_elsewhere_opens_as_a_copy_and_neither_overwrites_the_other(tmp_path):
     path = tmp_path / "chats.sqlite"
     first = await asked(Store(path), "paging")
@@ -412,16 +389,6 @@ async def test_a_replay_computes_its_prompt_first_if_the_cache_has_nothing_of_it
     assert submitted == [(session.id, prompt), (replay.id, prompt)], "the first request is one of the replayed chat"
     assert replay.messages[-1].metrics["cached_tokens"] > 0 and replay.primed
     assert len(session.messages) == 2, "its own conversation is as it was"
-
-
-async def test_the_copy_of_an_unfinished_answer_is_not_said_to_be_cancelled():
-    chats = await chats_on(FakeSource(lambda prompt: "z" * 2000, speed=0.001))
-    session = chats.new(SYSTEM)
-    chats.send(session, "go on")
-    copied = chats.fork(session).messages[-1]
-    assert not copied.busy and describe_answer(copied) == [("copied before the answer was complete", "bad")]
-    assert session.busy
-    chats.cancel_all()
 
 
 async def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers():
@@ -552,36 +519,6 @@ async def test_after_a_failure_of_the_chat_file_all_chats_are_saved(tmp_path, mo
     assert {c.id: [m.text for m in c.messages] for c in open_chats(store)} == {
         s.id: [m.text for m in s.messages] for s in (one, two)
     }
-
-
-async def test_an_unsaved_chat_is_reopened_as_it_was_when_it_was_closed(tmp_path, monkeypatch):
-    store = Store(tmp_path / "chats.sqlite")
-    chats = await chats_on(FakeSource(), store)
-    chat = chats.new(SYSTEM)
-    chats.send(chat, "first")
-    await answered(chat)
-    with monkeypatch.context() as full:
-        full.setattr(store.file, "together", failing)
-        chats.send(chat, "second")
-        await answered(chat)
-        chats.close(chat)
-    chats.saver._retry_at = 0.0
-    assert [m.text for m in chats.reopen(chat.id).messages if m.role == "user"] == ["first", "second"]
-    assert [len(c.messages) for c in open_chats(store)] == [4] and not chats.saver.unsaved
-
-
-async def test_an_empty_chat_closed_while_the_file_fails_blocks_no_other(tmp_path, monkeypatch):
-    store = Store(tmp_path / "chats.sqlite")
-    chats = await chats_on(FakeSource(), store)
-    chat = chats.new(SYSTEM)
-    with monkeypatch.context() as full:
-        full.setattr(store, "close_chat", lambda id: failing().__enter__())
-        full.setattr(store.file, "together", failing)
-        chats.close(chats.new(SYSTEM))
-        chats.send(chat, "Is this kept?")
-        await answered(chat)
-    chats.cancel_all()  # the application ends
-    assert [c.id for c in open_chats(store)] == [chat.id] and not chats.saver.unsaved
 
 
 @contextlib.contextmanager

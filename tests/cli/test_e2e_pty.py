@@ -50,7 +50,7 @@ def answered(screen: str) -> bool:
 
 def test_a_newcomers_first_minutes(chat: Terminal):
     assert not loaded(chat.until("welcome")), "the first picture waited for the engine"
-    chat.until(loaded, 60)
+    chat.until(loaded)
 
     # A question, its answer on the screen, its figures under it.
     chat.type("what is the kv c")
@@ -90,7 +90,7 @@ def test_a_newcomers_first_minutes(chat: Terminal):
 
 def test_five_questions_get_answers_with_their_facts_and_come_back_with_resume(tmp_path: Path):
     chat = Terminal([*MINITUI, "chat", "--fps", "10"], tmp_path, columns=120, rows=40)
-    chat.until(loaded, 60)
+    chat.until(loaded)
     for number, (question, fact) in enumerate(FACTS.items(), 1):
         if number > 1:
             chat.type("/new\r")
@@ -100,7 +100,7 @@ def test_five_questions_get_answers_with_their_facts_and_come_back_with_resume(t
     chat.type("/quit\r")
     assert chat.ended() == 0
     again = Terminal([*MINITUI, "chat", "--resume"], tmp_path, columns=120, rows=40)
-    screen = left(again.until(answered, 60))
+    screen = left(again.until(answered))
     assert question in screen and fact in screen
     again.close()
 
@@ -116,7 +116,7 @@ def engines(chat: Terminal) -> list[int]:
 
 
 def test_a_killed_engine_is_told_at_once_and_starts_again(chat: Terminal):
-    chat.until(loaded, 60)
+    chat.until(loaded)
     chat.type("/slow 200\r")
     chat.until("slow motion")
     chat.type("What is the KV cache?\r")
@@ -125,13 +125,13 @@ def test_a_killed_engine_is_told_at_once_and_starts_again(chat: Terminal):
     os.kill(engine, signal.SIGKILL)
     chat.until("The engine has ended")
     chat.type("r")
-    chat.until(lambda s: "The engine has ended" not in s and "starting" not in s, 60)
+    chat.until(lambda s: "The engine has ended" not in s and "starting" not in s)
     chat.type("/retry\r")
     assert "key and value" in left(chat.until(lambda s: "cache · nothing" in left(s) or answered(s)))
     [engine] = engines(chat)
     os.kill(chat.process.pid, signal.SIGTERM)
     assert chat.ended() == 128 + signal.SIGTERM
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{engine}").exists():
         assert time.monotonic() < deadline, "the engine outlived the application"
         time.sleep(0.05)
@@ -147,26 +147,9 @@ def run(*arguments: str, home: Path, **options) -> subprocess.CompletedProcess[s
     return subprocess.run([*MINITUI, *arguments], capture_output=True, text=True, timeout=120, env=env, **options)
 
 
-def test_ask_streams_one_answer_to_stdout(tmp_path: Path):
-    done = run("ask", "What is the KV cache?", home=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "key and value" in done.stdout
-    assert done.stderr.startswith("\nfirst token ") and done.stderr.count("\n") == 2, "its figures are one line"
-
-
 def test_ask_reads_a_pipe_and_speaks_json(tmp_path: Path):
     done = run("ask", "--json", "--max-tokens", "5", home=tmp_path, input="What is prefill?\n")
     answer = json.loads(done.stdout)
     assert answer["metrics"]["output_tokens"] == 5
     assert answer["metrics"]["finish"] == "length"
     assert answer["answer"]
-
-
-def test_a_wrong_model_is_one_sentence_and_exit_code_1(tmp_path: Path):
-    (tmp_path / "empty").mkdir()
-    done = run("ask", "x", "--model", str(tmp_path / "empty"), home=tmp_path)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    [line] = done.stderr.strip().splitlines()
-    assert line.startswith("minitui: ")
-    assert "config.json" in line

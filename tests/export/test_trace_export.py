@@ -14,28 +14,24 @@ from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
-from typer.testing import CliRunner
 
-from engine.errors import EngineDead, EngineError
+from engine.errors import EngineDead
 from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.trace.kind import FIELDS
 from engine.trace.state import State
-from minitui.cli.main import app
 from minitui.cli.tail import tail_live, tail_server, tail_trace
 from minitui.export import export
 from minitui.export.perfetto import DEVICE, HOST, NAMES, REQUESTS
 from minitui.text import exact
-from minitui.trace.bundled import bundled, find_trace
+from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.trace.recorder import Recorder
 from minitui.viewmodel.compare.runs import recorded_view
 from minitui.viewmodel.history.spans import LAUNCH_OR_WAIT, NOT_REPORTED, Timeline
-from minitui.viewmodel.requests import Requests, by_longest_gap
 from minitui.viewmodel.state.eviction import EvictionOrder
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.request_teller import RequestTeller
-from minitui.viewmodel.words.story import tell
 from minitui.viewmodel.words.teller import Teller
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.golden import GOLDEN, INFO, make_engine, play
@@ -342,84 +338,6 @@ def test_the_lines_say_why_a_step_was_slow_and_sum_up_at_the_end() -> None:
     assert re.search(f"{words}{unread} · last 140 steps$", last)
 
 
-def test_the_lines_of_a_recording_name_the_causes_of_its_slow_steps_from_the_first_step_on() -> None:
-    told: dict[str, list[str]] = {"small-pool": [], "h200-8b": []}
-    for name, lines in told.items():
-        tail_trace(find_trace(name), lines.append)
-    run = next(line for line in told["small-pool"] if "steps 1 to 80" in line)
-    device = r"device \(cause unknown\) 8\.\d+"
-    assert re.search(rf"the slowest 19\.7 ms \(step 64: expected 11\.\d ms, \+8\.\d+: {device}\)$", run)
-    steps = {found[1]: line for line in told["h200-8b"] if (found := re.search(r" step (\d+)  .* ms(?: · |$)", line))}
-    first = steps["4"]
-    assert re.search(r"38\.1 ms · expected .* for 505 prefill tokens \(measured: launch 3\d\.\d, device", first)
-    assert re.search(r", \+14\.\d: launch 13\.\d, rest 1\.\d+$", first), "as in the texts of gaps"
-    assert re.search(r"35\.9 ms · .* launch of next step 346 \(497 prefill tokens\) \(measured: launch 3", steps["345"])
-    assert re.search(r"36\.6 ms · .* launch of next step 363 \(474 prefill tokens\) \(measured: launch 3", steps["362"])
-    before = r"2\.48 ms after step 57, device 2\d\.\d ms · expected 1\.12 ms, \+1\.36: device \(cause unknown\) "
-    assert re.search(before, steps["58"]), "as in the details, though other steps vary as much"
-    # its texts are not recorded: what is evicted next has a number, and its blocks in the order of eviction
-    reader, view = TraceReader(find_trace("h200-8b")), View()
-    view.reset(reader.part(0).snapshot)
-    view.fold(list(reader.records()))
-    node = EvictionOrder(view.history.live.state).nodes[0]
-    named = rf"evicted next: 1\. node {node.id} · blocks {node.blocks[-1]}\b.* \({len(node.ids)} tokens\); 2\. node "
-    assert re.search(named, "\n".join(told["h200-8b"]))
-
-
-def test_tail_and_markdown_name_what_took_longer_within_the_usual_variation_as_the_details_do(tmp_path: Path) -> None:
-    told: list[str] = []
-    tail_trace(find_trace("h200-8b"), told.append)
-    markdown = export(find_trace("h200-8b"), "md", tmp_path / "a.md").read_text()
-    lines = {found[1]: line for line in told if (found := re.search(r" step (\d+)  r?\d", line))}
-    view, seen = recorded_view(TraceReader(find_trace("h200-8b"))), 0
-    for step in range(view.history.steps.last + 1):
-        (details,) = [text for name, text in tell(view, "step", step).lines if name == "took"] or [""]
-        why = details.partition("; ")[2]
-        if "," in why and not why.endswith("usual variation") and str(step) in lines:
-            assert why in lines[str(step)], (why, lines[str(step)])
-            seen += 1
-            assert why in markdown
-    assert seen > 20
-
-
-def test_of_equally_long_gaps_the_lines_and_the_table_name_the_same_one() -> None:
-    told: list[str] = []
-    reader, view = TraceReader(find_trace("h200-8b")), View()
-    tail_trace(find_trace("h200-8b"), told.append, "requests")
-    view.reset(reader.part(0).snapshot)
-    view.fold(list(reader.records()))
-    view.history.live.state.gate = "closed"  # a still picture has the exact figures of all requests
-    rows = [row for row in Requests().figures(view) if row.longest is not None]
-    worst = max(rows, key=by_longest_gap)
-    same = [row for row in rows if by_longest_gap(row)[:2] == by_longest_gap(worst)[:2]]
-    assert len(same) > 1 and worst.id == min(row.id for row in same)
-    assert f"the longest gap of all requests (as long as those of 37 others): r{worst.id}, 36.6 ms" in told[-1]
-
-
-def test_a_step_that_does_not_end_is_said_again_when_the_time_has_doubled() -> None:
-    reader, view = TraceReader(GOLDEN), View()
-    records = list(reader.records())
-    at = next(i for i, record in enumerate(records) if record[2] == "step" and record[3] == 26)
-    view.reset(reader.part(0).snapshot)
-    teller = Teller(view)
-    list(teller.tell(records[: at + 1]))
-    said = [(s, [str(line) for line in teller.stalled(s)]) for s in (0.5, 1.1, 1.5, 2.3, 4.0, 4.7)]
-    found = {s: lines[-1] for s, lines in said if lines and "so far" in lines[-1]}
-    assert list(found) == [1.1, 2.3, 4.7]
-    assert re.search(r"no results for 1,100 ms so far; .*waiting for tokens: r\d+, r\d+, r\d+ and r\d+$", found[1.1])
-    assert "step 26 has not ended" in found[1.1] or "step 26 (prefill of" in found[1.1]
-    asked = RequestTeller(View(), json=True)
-    asked.view.reset(reader.part(0).snapshot)
-    list(asked.tell(records[: at + 1]))
-    rows = [json.loads(str(line)) for line in asked.stalled(1.1)]
-    running = [request.id for request in view.history.live.state.requests.values() if request.state == "running"]
-    (row,) = rows
-    assert (row["stall_ms"], row["so_far"], row["step"], row["waiting"]) == (1100.0, True, 26, running)
-    assert row["text"] in found[1.1] and row["prefill_of"] == [chunk[0] for chunk in records[at][4]]
-    list(teller.tell(records[at + 1 :]))
-    assert not list(teller.stalled(9.0)), "the time has not doubled"
-
-
 def test_all_lines_of_a_server_are_there_when_its_last_request_has_ended_and_tell_one_speed() -> None:
     reader = TraceReader(bundled()["small-pool"])
     told = {}
@@ -489,56 +407,6 @@ async def test_an_engine_is_told_live_and_a_server_is_watched() -> None:
     watched.die("the server went away")
     with pytest.raises(EngineDead, match="went away"):
         await watching
-
-
-def test_the_commands_are_there(tmp_path: Path) -> None:
-    run = CliRunner().invoke
-    listed = run(app, ["lesson"]).output
-    assert "minitui lesson 9    Radix cache" in listed and all(len(line) <= 80 for line in listed.splitlines())
-    assert "minitui demo fork  " in run(app, ["demo"]).output
-    told = run(app, ["tail", str(GOLDEN)])
-    assert told.exit_code == 0 and "eviction: " in told.output
-    out = tmp_path / "a.json"
-    exported = run(app, ["replay", str(GOLDEN), "--export", "perfetto", "--out", str(out)])
-    assert exported.output.strip() == str(out) and json.loads(out.read_text())["traceEvents"]
-    for wrong in (["lesson", "12"], ["replay", str(tmp_path / "none")], ["demo", "nothing"]):
-        assert isinstance(run(app, wrong).exception, EngineError), wrong
-
-
-@pytest.mark.parametrize("kind", [Teller, RequestTeller])
-def test_a_minute_ends_while_the_engine_is_idle_as_in_the_panels(
-    kind: type[Teller], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An hour passes after the last request, and then another one is refused."""
-    monkeypatch.setattr("minitui.viewmodel.words.teller.SUMMARY_S", 62.0)  # then the last minute has lost two seconds
-    reader = TraceReader(bundled()["h200-8b"])
-    records = list(reader.records())
-    seq, t, hour = records[-1][0], records[-1][1], 3600.0
-    later = [(seq + 1, t + hour, "refuse", "", "too long"), (seq + 2, t + hour + 1.0, "refuse", "", "too long")]
-
-    def at_the_end() -> View:
-        view = View()
-        view.reset(reader.part(0).snapshot)
-        return view
-
-    panels = at_the_end()
-    panels.fold(records, now=0.0)
-    whole = panels.moment.reused_lately.saved
-    begin = next(record[1] for record in records if record[2] == "time")
-    panels.frame(begin + 62.0 - t)
-    assert 0 < panels.moment.reused_lately.saved < whole
-    watched, read = at_the_end(), at_the_end()
-    live, file = kind(watched), kind(read)
-    list(live.tell(records))
-    assert list(live.idle(1.0)) == []
-    told = list(live.idle(61.9))
-    assert watched.moment.reused_lately.saved == panels.moment.reused_lately.saved
-    lines = [line for line in file.tell([*records, *later]) if line.t > t]
-    assert [str(line) for line in lines if line.t < t + hour] == [str(line) for line in told] and told
-    if kind is Teller:
-        saved = f"the cache saved {panels.moment.reused_lately.saved:,} prompt tokens in the last minute"
-        assert told[0].text.startswith(saved) and told[0].t == pytest.approx(begin + 62.0)
-    assert list(live.idle(200.0)) == [], "nothing happened since"
 
 
 def test_a_request_that_takes_its_own_blocks_again_after_a_preemption_is_no_hit(tmp_path: Path) -> None:

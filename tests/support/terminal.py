@@ -65,7 +65,7 @@ class Terminal:
         """The text on the screen."""
         return "\n".join(line.rstrip() for line in self._screen.display)
 
-    def until(self, true: str | Callable[[str], object], seconds: float = 30) -> str:
+    def until(self, true: str | Callable[[str], object], seconds: float = 90) -> str:
         """Wait until a text, or whatever `true` says, is on the screen; the screen."""
         seen = true if callable(true) else lambda screen: true in screen
         end = time.monotonic() + seconds
@@ -79,7 +79,7 @@ class Terminal:
         """Send keys."""
         self.process.send(text)
 
-    def ended(self, seconds: float = 10) -> int:
+    def ended(self, seconds: float = 90) -> int:
         """Wait for its end; the exit status, negative for a signal."""
         end = time.monotonic() + seconds
         while self.pump() and time.monotonic() < end:

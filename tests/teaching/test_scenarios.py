@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from engine.errors import EngineError
 from engine.trace.records import Packet, Record
 from minitui.chat.model_choice import choose_model, load_codec
 from minitui.chat.sessions import Chats
 from minitui.cli.options import engine_config
 from minitui.sources.local import LocalSource
 from minitui.sources.recording import RecordingSource
-from minitui.teaching.contrasts import LENGTHS, eight_replies
+from minitui.teaching.contrasts import LENGTHS
 from minitui.teaching.demo import print_demo
 from minitui.teaching.scenarios import DEMOS, Demo
 from minitui.teaching.stage import Stage
@@ -243,21 +242,6 @@ def test_continuous_batching_takes_fewer_steps(hear: Callable[[str], Told]) -> N
         took = [record[7] for record in told.of("time", 0) if size.get(record[3]) == rows]
         said = re.search(rf"{rows} rows? took ([\d.]+) ms", told.text)
         assert said and min(took) - 0.1 <= float(said[1]) <= max(took) + 0.1  # the last time may come after the text
-
-
-async def test_a_chat_with_a_limit_is_not_named_like_a_count_of_its_tokens() -> None:
-    names: list[str] = []
-
-    class Named:
-        def chat(self, system: str, name: str, **settings: Any) -> None:
-            names.append(name)
-
-        def show(self, session: None) -> None:
-            raise EngineError("the names are enough")
-
-    with pytest.raises(EngineError, match="enough"):
-        await eight_replies(Named())  # type: ignore[arg-type]
-    assert names == [f"limit {n}" for n in LENGTHS]
 
 
 async def test_a_demo_is_told_as_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:

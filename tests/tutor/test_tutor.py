@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from pathlib import Path
 
 import pytest
 import typer
@@ -16,8 +15,6 @@ from engine.text.tokenizer import Tokenizer
 from minitui.cli.main import app
 from minitui.dev.tutor.dataset import (
     NEAR_DUPLICATE,
-    NO_MORE,
-    NOT_CAUGHT,
     Check,
     HeldOut,
     load_checks,
@@ -89,21 +86,6 @@ def test_a_turn_starts_with_all_of_the_one_before():
     assert after[: len(continued)] == continued
 
 
-def test_the_corpus_knows_at_least_200_questions_about_engines():
-    items = [item for item in load_items().values() if item.kind in ("engine", "app")]
-    assert len({item.question for item in items}) == len({item.answer for item in items}) == len(items) >= 200
-
-
-def test_no_answer_holds_a_control_token():
-    assert not [item.id for item in load_items().values() if "<|" in item.answer]
-
-
-def test_each_check_accepts_the_answer_it_asks_for():
-    items = load_items()
-    checks = [check for check in load_checks() if check.tier in ("near", "far")]
-    assert not [check.question for check in checks if judge(check, items[check.id].answer) != "right"]
-
-
 def test_the_answers_name_commands_that_exist():
     answers = {item.id: item.answer for item in load_items().values()}
     quoted = " ".join(re.findall(r"```.*?```|`[^`]*`", " ".join(answers.values()), re.DOTALL))
@@ -113,12 +95,6 @@ def test_the_answers_name_commands_that_exist():
     assert len(slashes) > 8 and slashes <= set(BY_SLASH) | ENDPOINTS
     assert set(re.findall(r"`([a-z-]+)`", answers["app_demo"])) == set(DEMOS)
     assert set(re.findall(r"`([a-z-]{2,})`", answers["app_compare"])) - {"tab"} == set(CONTRASTS)
-
-
-def test_the_evaluation_has_two_tiers_of_at_least_60():
-    tiers = [check.tier for check in load_checks()]
-    assert min(tiers.count("near"), tiers.count("far")) >= 60
-    assert {"outside", "garbled"} <= set(tiers)
 
 
 def test_no_generated_wording_is_near_a_held_out_question():
@@ -132,23 +108,6 @@ def test_no_generated_wording_is_near_a_held_out_question():
             words = word_set(text)
             if text not in ("asdf", item.question):
                 assert all(len(words & other) < NEAR_DUPLICATE * len(words | other) for other in held), text
-
-
-def test_no_canonical_question_is_held_out():
-    held_out = HeldOut([check.question for check in load_checks()])
-    assert not [item.question for item in load_items().values() if held_out.too_near(item.question)]
-
-
-def test_the_near_duplicate_filter_finds_a_changed_word_and_passes_other_words():
-    held_out = HeldOut(["how can the cache shrink by letting heads share keys and values?"])
-    assert held_out.too_near("How can the cache shrink by letting heads share keys and queries")
-    assert not held_out.too_near("how do heads share keys and values")
-
-
-def test_known_questions_are_those_of_the_corpus():
-    questions = known_questions()
-    assert len(questions) >= 200
-    assert set(questions) <= {item.question for item in load_items().values()}
 
 
 @pytest.mark.parametrize(
@@ -209,16 +168,3 @@ def test_the_model_loads_in_transformers_and_agrees(llm: LLM):
         output = model.generate(**ids, max_new_tokens=24, do_sample=False)
     expected = tokenizer.decode(output[0][ids["input_ids"].shape[1] :])
     assert ask(llm, [chat])[0][0].startswith(expected)
-
-
-def test_ids_of_the_corpus_are_unique_and_follow_ups_lead_somewhere():
-    items = load_items()
-    assert {NOT_CAUGHT, NO_MORE} <= set(items)
-    assert sum(bool(item.follow or item.asked_next) for item in items.values()) >= 40
-
-
-def test_the_data_files_are_json_lines():
-    corpus = Path(load_items.__code__.co_filename).parent / "corpus"
-    for path in corpus.glob("*.jsonl"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            assert {"id", "question"} <= set(json.loads(line))
