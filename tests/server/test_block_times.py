@@ -11,10 +11,8 @@ from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
 from engine.info import EngineInfo
 from engine.params import SamplingParams
-from engine.trace.records import CLEARED, Record, RecordLog
+from engine.trace.records import Record, RecordLog
 from engine.trace.state import State
-from minitui.trace.reader import TraceReader
-from tests.support.golden import GOLDEN
 from tests.support.simulation import SimulatedRunner, simulated
 
 pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
@@ -82,24 +80,6 @@ def test_evicted_blocks_have_a_lifetime_and_an_idle_time(played: Played) -> None
     assert played.figures(GAP) == (2, 2 * 20)
 
 
-def test_a_gap_is_the_time_since_the_last_use(played: Played) -> None:
-    for begin in (10, 11, 14):
-        played.reply([*SHARED, 20 + begin], begin, begin)
-    assert played.figures(GAP) == (4, 2 * 1 + 2 * 3)
-
-
-def test_a_block_that_a_request_already_holds_is_not_used_again() -> None:
-    played = Played(budget=8)
-    for _ in range(2):  # the second takes three blocks from the cache, and then the fourth in place of its own copy
-        played.engine.add_request([*range(1, 17)], SamplingParams(max_tokens=1))
-    while played.engine.has_work:
-        played.engine.step()
-    records = played.engine.log.drain()
-    assert len([record for record in records if record[2] == "hold"]) == 2
-    played.measure(records)
-    assert played.figures(GAP)[0] == 4
-
-
 def test_a_block_that_is_allocated_again_has_a_new_lifetime(played: Played) -> None:
     played.reply([*range(1, 29)], 10, 10)
     played.reply([*range(28, 0, -1)], 20, 20)
@@ -149,17 +129,3 @@ def test_lost_records_end_all_known_times(played: Played, lost: bool) -> None:
 
     asyncio.run(broadcast())
     assert played.figures(LIFETIME) == played.figures(IDLE) == ((0, 0) if lost else (2, 2 * (40 - 10)))
-
-
-def test_every_eviction_for_room_is_counted_once() -> None:
-    """The golden trace has evictions, preemptions, splits and aborted requests."""
-    reader, metrics = TraceReader(GOLDEN), Metrics()
-    state, evicted = State.from_snapshot(reader.part(0).snapshot), 0
-    for record in reader.records():
-        if record[2] == "evict" and record[5] != CLEARED:
-            evicted += record[4]
-        metrics.observe(record, state)
-        state.apply(record)
-    (lives, lived), (idles, idled), (gaps, waited) = (figures(metrics, name) for name in (LIFETIME, IDLE, GAP))
-    assert lives == idles == evicted > 0
-    assert 0 < idled < lived and gaps > 0 and waited > 0

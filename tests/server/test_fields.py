@@ -202,14 +202,6 @@ def test_an_error_names_the_field_as_the_caller_spells_it(server: Running, body:
     assert "[" not in error["param"] and "constrained" not in error["param"]
 
 
-def test_images_are_refused_with_a_sentence(server: Running) -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    messages = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]}]
-    error = server.post(CHAT, {"messages": messages}).json()["error"]
-    assert "images are not supported: this server's models read text only" in error["message"]
-    assert error["param"].startswith("messages.0.content")
-
-
 # ---- the prompt
 
 
@@ -238,24 +230,6 @@ def test_echo_with_logprobs_scores_the_prompt(server: Running) -> None:
     assert longer["text"] == words + drawn["text"]
     score = drawn["logprobs"]["token_logprobs"][0]  # drawn in a step of another size
     assert longer["logprobs"]["token_logprobs"][-1] == pytest.approx(score, abs=1e-5)
-
-
-def test_echo_lists_the_end_token_so_that_a_scorer_can_drop_the_last_entry(server: Running) -> None:
-    [end] = ids_of(server, "<|im_end|>") or [0]
-    bias = {"logit_bias": {str(end): 100}}
-    answer = text(server, max_tokens=4, echo=True, logprobs=1, **bias)["choices"][0]
-    assert answer["finish_reason"] == "stop" and answer["text"] == PROMPT
-    assert answer["logprobs"]["tokens"][-1] == "<|im_end|>"
-    assert "".join(answer["logprobs"]["tokens"][:-1]) == PROMPT
-
-
-def test_a_stream_echoes_the_same_as_a_whole_answer(server: Running) -> None:
-    whole = text(server, echo=True, logprobs=2)["choices"][0]
-    chunks = [chunk["choices"][0] for chunk in streamed(server, TEXT, echo=True, logprobs=2)]
-    assert "".join(chunk["text"] for chunk in chunks) == whole["text"] and chunks[0]["text"] == PROMPT
-    for name, expected in whole["logprobs"].items():
-        found = [value for chunk in chunks if chunk["logprobs"] for value in chunk["logprobs"][name]]
-        assert found == expected if name != "token_logprobs" else found[1:] == pytest.approx(expected[1:])
 
 
 def test_prompt_logprobs_have_vllms_form(server: Running) -> None:
@@ -383,16 +357,6 @@ def test_every_spelling_of_a_constraint_is_obeyed(server: Running, fields: Any, 
     assert text(server, temperature=1.5, **fields)["choices"][0]["text"] in allowed
 
 
-def test_a_json_object_is_one(server: Running) -> None:
-    answer = chat(server, structured_outputs={"json_object": True}, max_tokens=200, stop=["}"])
-    assert content(answer).startswith("{")
-
-
-def test_two_constraints_are_one_too_many(server: Running) -> None:
-    error = server.post(CHAT, {"messages": [QUESTION], "guided_regex": "a", "ebnf": 'root ::= "x"'}).json()["error"]
-    assert "guided_regex and ebnf" in error["message"] and error["param"] == "ebnf"
-
-
 # ---- tools
 
 
@@ -450,16 +414,6 @@ def test_the_stop_reason_is_the_string_or_the_token(server: Running) -> None:
         ids = [token for choice in choices for token in choice.get("token_ids", ())]
         last = streamed(server, path, stop_token_ids=[ids[3]])[-1]["choices"][0]
         assert last["finish_reason"] == "stop" and last["stop_reason"] == ids[3]
-
-
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_usage_comes_with_every_event(server: Running, path: str) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    usages = [chunk["usage"] for chunk in streamed(server, path, stream_options=options)]
-    counts = [usage["completion_tokens"] for usage in usages]
-    assert counts == sorted(counts) and counts[-1] == 8
-    assert len({usage["prompt_tokens"] for usage in usages}) == 1 and usages[0]["prompt_tokens"] > 5
-    assert all("usage" not in chunk for chunk in streamed(server, path))
 
 
 def test_the_request_id_is_the_callers_or_a_new_one(server: Running) -> None:

@@ -219,45 +219,6 @@ def test_the_store_is_bounded_by_bytes() -> None:
     assert len(nothing) == nothing.used == 0
 
 
-def test_responses_share_the_items_of_their_conversation() -> None:
-    store = ResponseStore(1000, 100_000)
-    store.add(response_of("0"), [pack("long", "x" * 50_000)])
-    for number in range(1, 50):
-        store.add(response_of(str(number)), store.conversation(str(number - 1)))
-    assert len(store) == 50 and len(store.conversation("49")) == 51 and store.used < 90_000
-    for number in range(49):
-        store.delete(str(number))
-    assert store.item("long").plain()["text"] == "x" * 50_000
-    store.delete("49")
-    assert store.used == 0
-
-
-def test_an_item_is_found_without_the_rest_of_its_response() -> None:
-    store = ResponseStore(10, 10 << 20)
-    store.add(response_of("a", tools="x" * (1 << 20)), [pack("b", "y" * 1000)])
-    assert len(store.item("msg_a").data) < 100
-    assert len(store.response("a")) > 1 << 20
-
-
-@pytest.mark.parametrize("chain", [False, True], ids=["references", "a chain"])
-def test_stored_items_have_at_most_the_size_of_a_body(server: Running, monkeypatch: Any, chain: bool) -> None:
-    monkeypatch.setattr(server.service, "settings", dataclasses.replace(server.service.settings, max_body=20_000))
-    options = {"max_output_tokens": 1, "truncate_prompt_tokens": 64}
-    first = ask(server, input=[{"role": "user", "content": "x" * 8000}], **options)
-    [said] = server.get(f"{URL}/{first['id']}/input_items").json()["data"]
-    if chain:
-        second = ask(server, input="y" * 8000, previous_response_id=first["id"], **options)
-        third = ask(server, input="z" * 8000, previous_response_id=second["id"], **options)
-        body: dict[str, Any] = {"input": "go", "previous_response_id": third["id"]}
-    else:
-        ask(server, input=[{"type": "item_reference", "id": said["id"]}] * 2, **options)
-        body = {"input": [{"type": "item_reference", "id": said["id"]}] * 50}
-    answer = server.post(URL, {**body, **options})
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == ("previous_response_id" if chain else "input")
-    assert re.search(r"have [234]\d{1,2},\d{3} bytes; the limit is 20,000", error["message"])
-
-
 def test_the_items_before_a_response_are_listed_in_pages(server: Running) -> None:
     said = [{"role": role, "content": text} for role, text in (("developer", "Be kind."), ("user", "a"), ("user", "b"))]
     first = ask(server, input=said, max_output_tokens=1)
@@ -371,11 +332,6 @@ def test_the_model_reads_about_all_tools_and_earlier_calls() -> None:
     assert results == {"1": "a", "2": "b", "3": "c"}
 
 
-def test_two_tools_with_one_name_are_refused(server: Running) -> None:
-    answer = server.post(URL, {"input": "x", "tools": [NAMESPACE, {**ADD, "name": "mcp__tiny__add"}]})
-    assert answer.status_code == 400 and "two tools have the name 'mcp__tiny__add'" in answer.json()["error"]["message"]
-
-
 def test_allowed_tools_may_name_a_namespace(server: Running) -> None:
     options: dict[str, Any] = {"tools": [TOOL, NAMESPACE], "temperature": 1.0, "max_output_tokens": 60}
     for named in ({"type": "namespace", "name": "mcp__tiny"}, {**PATCH, "namespace": "mcp__tiny"}):
@@ -440,7 +396,7 @@ def test_a_dropped_stream_frees_its_blocks_and_is_not_stored(server: Running) ->
 @pytest.fixture(scope="module")
 def client(server: Running) -> Any:
     openai = pytest.importorskip("openai", reason="the openai client is not installed")
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=90)
 
 
 def test_the_openai_client_accepts_every_field(client: Any, server: Running) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from engine.errors import InvalidRequest
@@ -18,9 +17,6 @@ from minitui.sources.replay import ReplaySource
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
-from minitui.tui.widgets.inspect.vitals import vitals
-from minitui.viewmodel.explain.cost_model import fit
-from minitui.viewmodel.explain.cost_models import first_model, first_steps
 from minitui.viewmodel.moment import Playback
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.updater import Updater
@@ -261,7 +257,7 @@ def with_pauses(path: Path) -> Path:
 
 
 async def test_a_replay_says_what_was_said_during_the_recording_also_about_pauses_and_slow_motion(
-    tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     path = with_pauses(tmp_path / "paused.trace")
     reader = TraceReader(path)
@@ -300,59 +296,6 @@ async def test_a_replay_says_what_was_said_during_the_recording_also_about_pause
     await player.seek(30)
     await player.seek(reader.last_step)
     assert said(player.view) == said(recorded), "after jumps"
-
-
-def test_the_first_steps_of_a_recording_are_the_steps_of_its_history_also_with_pauses(tmp_path: Path) -> None:
-    reader, view = TraceReader(with_pauses(tmp_path / "paused.trace")), View()
-    view.reset(reader.part(0).snapshot)
-    view.fold(list(reader.records()))
-    first = first_steps(reader.part(0).snapshot, reader.records())
-    rows = [view.history.steps.get(step) for step in range(view.history.steps.first, view.moment.horizon + 1)]
-    assert [first.get(row.step) for row in rows if row is not None] == rows and len(rows) > 100
-    assert sum(row.held for row in rows if row is not None) >= 20
-    for name in ("keys", "arrived", "paused", "cut"):
-        columns = [steps.column(name)[steps.indices(0, view.moment.horizon)] for steps in (first, view.history.steps)]
-        assert np.array_equal(*columns, equal_nan=True), name
-    models = [fit(steps, view.moment.horizon) for steps in (first, view.history.steps)]
-    assert [str(model) for model in models] == [str(models[0])] * 2 and models[0] is not None
-
-
-async def test_a_jump_does_not_fit_the_model_of_the_first_steps_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    fitted = []
-    monkeypatch.setattr("minitui.viewmodel.updater.first_model", lambda *of: fitted.append(of) or first_model(*of))
-    player = await Player(find_trace("small-pool")).start()
-    await player.source.control("pause")
-    said = []
-    for step in (100, 20, 90, 20):
-        await player.seek(step)
-        said.append(str(player.view.models.of(20)))
-    assert len(fitted) == 1 and said == [said[0]] * 4
-    player.feed.replaced()
-    await player.feed.sync()
-    assert len(fitted) == 2, "another recording may be played"
-
-
-async def test_after_travelling_back_the_figures_are_those_of_a_jump_to_the_same_step() -> None:
-    player = await Player(find_trace("small-pool")).start()
-    await player.source.control("pause")
-    view = player.view
-
-    def figures() -> tuple[object, ...]:
-        shown = [(vital.label, vital.value, list(vital.series)) for vital in vitals(view, 8)]
-        return view.moment.bucket, view.moment.reused_lately.resumed, view.moment.last_minute, shown
-
-    travelled = {}
-    await player.seek(158)
-    while view.moment.horizon > 98:
-        assert view.travel(-1)
-        await player.frame()
-        travelled[view.moment.horizon] = figures()
-    for step in (98, 114, 119, 120, 122, 140, 157):
-        await player.seek(step)
-        assert view.moment.horizon == step and not view.moment.travel_text
-        assert travelled[step] == figures(), step
-    hits = {step: (again, shown[3][1]) for step, (_, again, _, shown) in travelled.items()}
-    assert hits[119] == (0, "0.0") and hits[120] == (96, "0.0")  # a request takes its own blocks again: no hit
 
 
 async def test_a_recording_takes_no_questions() -> None:

@@ -111,11 +111,11 @@ async def two(*pages: str) -> tuple[FakeServer, FakeServer]:
 
 async def ask(chats: Chats, chat: Any, question: str = "Q") -> Any:
     chats.send(chat, question)
-    await asyncio.wait_for(chat._task, 10)
+    await asyncio.wait_for(chat._task, 60)
     return chat.messages[-1]
 
 
-async def until(true: Any, seconds: float = 20.0) -> None:
+async def until(true: Any, seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not true():
             await asyncio.sleep(0.01)
@@ -239,7 +239,7 @@ async def test_load_is_the_polled_value_plus_requests_sent_since() -> None:
         await until(lambda: chat.messages[-1].text)
         assert len(vllm.streams) == 1 and vllm.load in (14, 15)
         servers[0].hold.set()
-        await asyncio.wait_for(chat._task, 5)
+        await asyncio.wait_for(chat._task, 60)
         assert not vllm.streams
 
 
@@ -252,27 +252,6 @@ async def test_a_replica_with_another_model_is_reported_and_not_used() -> None:
             await ask(chats, chats.new(f"system {number}"))
         assert not servers[1].asked and len(servers[0].asked) + len(third.asked) == 8
         assert {body["model"] for body in third.asked} <= {"big"}
-
-
-async def test_the_model_is_that_of_the_first_replica_however_late_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from minitui.sources.replicas import UNDECIDED, ReplicaSource
-
-    for module in ("server_metrics", "replica"):
-        monkeypatch.setattr(f"minitui.sources.{module}.PATIENCE_S", 60.0)
-    late, early = await FakeServer(("big",)).start(), await FakeServer(("small",)).start()
-    late.silent.set()
-    source = ReplicaSource([late.url, early.url], exact=False)
-    starting = asyncio.create_task(source.start(lambda progress: None))
-    await until(lambda: not source.replicas[1].trouble)
-    assert source.reason_against(source.replicas[1]) == UNDECIDED and not source.usable
-    await asyncio.wait({starting}, timeout=2.0)  # long enough for a client in haste to take the other model
-    assert not starting.done()
-    late.silent.clear()
-    await asyncio.wait_for(starting, 20)
-    assert source.info.model == "big" and "it serves small" in source.reason_against(source.replicas[1])
-    await source.close()
-    await late.kill()
-    await early.kill()
 
 
 async def test_a_replica_that_does_not_answer_at_the_start_counts_as_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,42 +472,3 @@ async def test_servers_without_metrics_have_dashes_and_no_panels() -> None:
             await source.watch(source.replicas[0])
     for server in servers:
         await server.kill()
-
-
-async def test_a_server_that_answers_before_the_model_is_known_is_up() -> None:
-    from minitui.sources.replicas import ReplicaSource
-    from minitui.tui.replica_app import ForeignReplicaApp
-    from minitui.tui.widgets.servers.replicas import Replicas
-
-    servers = (await FakeServer().start(), await FakeServer(page=VLLM).start())
-    servers[0].silent.set()
-    source = ReplicaSource([server.url for server in servers], exact=False)
-    app = ForeignReplicaApp(source, Chats(source), Settings(), system="S", speaker="model", load_codec=None)
-    async with app.run_test(size=(120, 36)):
-
-        def states() -> list[str]:
-            text = "\n".join(panel.text for panel in app.screen.query(Replicas))
-            rows = [line.split() for line in text.splitlines() if "127.0.0.1" in line]
-            return [next((word for word in row if word in ("up", "unknown", "down", "other")), "") for row in rows[:2]]
-
-        await until(lambda: source.replicas[1].metrics.running is not None)
-        app.action_do("replicas")
-        await until(lambda: states() == ["unknown", "up"])
-        servers[0].silent.clear()
-        await until(lambda: states() == ["up", "up"])
-    for server in servers:
-        await server.kill()
-
-
-async def test_one_engine_has_no_replicas_and_says_so() -> None:
-    from tests.tui.test_chat_screen import running
-
-    async with running() as (app, _, _):
-        said: list[str] = []
-        app.say = lambda text, error=False: said.append(text)  # type: ignore[method-assign]
-        for slash in ("/replicas", "/pin 1", "/unpin"):
-            app.commands.run_slash(slash)
-        assert len(said) == 3 and all("one engine" in text for text in said)
-        from minitui.tui.actions import ACTIONS, complete_slash
-
-        assert complete_slash("/pin", ACTIONS) and not complete_slash("/pin", app.actions)

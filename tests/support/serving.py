@@ -30,7 +30,7 @@ class Running:
         self.url = host.url
         import httpx
 
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=90)
 
     def get(self, path: str, **options: Any) -> Any:
         return self.http.get(path, **options)
@@ -40,12 +40,12 @@ class Running:
 
     def call(self, work: Any) -> Any:
         """Run a coroutine on the server's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(90)
 
     def snapshot(self) -> dict[str, Any]:
         return self.call(self.service.client.snapshot())
 
-    def wait_until(self, condition: Any, seconds: float = 5.0, what: str = "") -> None:
+    def wait_until(self, condition: Any, seconds: float = 60.0, what: str = "") -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, what or "it did not happen in time"
