@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import sys
 from collections import deque
 from dataclasses import replace
@@ -12,15 +11,12 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, Sim
 from typing import Any, cast
 
 import pytest
-from textual import events
 from textual.app import App, ComposeResult
-from textual.message import Message
 
 from engine.trace.records import PACKET, packets
 from engine.trace.state import State
 from minitui.dev.simulator import SMALL, Load, Stress
 from minitui.tui.frame_limiter import FrameLimiter
-from minitui.tui.textual_insides import noting_keys
 from minitui.tui.theme import THEMES
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row
@@ -93,34 +89,6 @@ def test_a_long_run_leaves_no_more_behind_than_a_short_one(watched: tuple[View, 
     assert late < 1.15 * early
 
 
-def test_what_a_history_keeps_for_ever_would_be_seen(watched: tuple[View, Stress]) -> None:
-    view, stress = watched
-    view.history.past = PastStates(kept=10**9, every=400)  # a ring that never forgets
-    view.history.past.begin(view.history.live)
-    early = max(long_run(view, stress, 500) for _ in range(2))
-    assert long_run(view, stress, 14_000) > 1.15 * early
-
-
-def test_two_hours_of_decoding_stay_within_ten_megabytes() -> None:
-    view, per_second, rng = View(), 15, random.Random(0)
-    view.reset(blank(LOAD).snapshot())
-
-    def watch_until(minute: int) -> int:
-        for step in range(view.history.live.state.step + 1, 60 * minute * per_second):
-            t, seq, us = round(step / per_second, 6), 2 * step + 1, round(rng.uniform(40, 90), 1)
-            planned = (seq, t, "step", step, [], [], [], 4, 0)
-            timed = (seq + 1, t + 0.05, "time", step, us, 2 * us, us, us * 0.7, us * 0.6, "decode")
-            view.fold([planned, timed], t)
-            if step % (10 * per_second) == 0:
-                view.frame(t)
-        return bytes_reached(view)
-
-    early = watch_until(15)
-    sizes = [watch_until(minute) for minute in (60, 120)]
-    assert view.history.steps.first > 0, "the steps have filled their ring"
-    assert max(sizes) - early < 10e6, [f"{size / 1e6:.1f} MB" for size in (early, *sizes)]
-
-
 def test_events_are_kept_as_far_back_as_records_are_and_always_some() -> None:
     events = Events()
     for seq in range(EVENTS_KEPT + 10):
@@ -129,15 +97,6 @@ def test_events_are_kept_as_far_back_as_records_are_and_always_some() -> None:
     assert events.since(0)[0].seq == 1_000
     events.forget_before(EVENTS_KEPT + 10)
     assert len(events) == EVENTS_ALWAYS and events.since(0)[-1].seq == EVENTS_KEPT + 9
-
-
-def test_the_garbage_collector_does_not_visit_events() -> None:
-    events = Events()
-    for seq in range(100):
-        events.fold_evict((seq, 0.0, "evict", 1, 1, "r1 needs 1"), seq, b"\1\0\0\0")
-    gc.collect()
-    gc.collect()  # the first collection finds that the records hold no container, the second one that the events do not
-    assert not any(map(gc.is_tracked, events._items))
 
 
 def test_after_a_key_frames_wait_but_keys_that_follow_each_other_do_not_stop_the_picture() -> None:
@@ -169,20 +128,6 @@ def test_after_a_key_frames_wait_but_keys_that_follow_each_other_do_not_stop_the
     assert feed.key_waits("fold"), "a second picture may follow"
     now[0] += AFTER_EFFECT_S + 0.001
     assert not feed.key_waits("fold")
-
-
-def test_a_key_is_noted_before_it_is_sent() -> None:
-    seen: list[object] = []
-
-    class Terminal:
-        def send_message(self, message: Message) -> None:
-            seen.append(message)
-
-    driver = noting_keys(cast(Any, Terminal), lambda: seen.append("noted"))
-    key, blur = events.Key("a", "a"), events.AppBlur()
-    for message in (key, blur):
-        cast(Any, driver)().send_message(message)
-    assert seen == ["noted", key, blur]
 
 
 def test_a_key_ends_a_slice_and_no_collection_interrupts_a_packet() -> None:
@@ -249,12 +194,6 @@ async def test_what_was_drawn_leaves_no_regions_behind() -> None:
             panel.paint(view)
             await pilot.pause()
         assert panel.text and len(panel._dirty_regions) < 100, f"{len(panel._dirty_regions)} regions"
-
-
-def test_bytes_are_counted_once_and_code_is_not_counted() -> None:
-    shared = [0] * 1000
-    assert bytes_reached([shared, shared]) < 8_000 + 8_000
-    assert bytes_reached([random, View, len]) < 200
 
 
 def test_every_second_frame_is_left_out_while_drawing_costs_too_much() -> None:

@@ -34,8 +34,12 @@ from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
 from minitui.viewmodel.words.summary import summary
 from tests.support.golden import GOLDEN
+from tests.support.traces import beginning
 
-RECORDINGS = {**bundled(), "golden": GOLDEN}
+RECORDINGS = {
+    "golden": GOLDEN, "small-pool": bundled()["small-pool"],
+    **{name: beginning(name) for name in ("h200-8b", "vllm-8b")},
+}  # fmt: skip
 PANELS = {
     "events": Events, "lanes": BatchLanes, "requests": RequestTable, "timings": StepTimings, "trends": TrendCharts,
     "tree": RadixTree, "vitals": Vitals,

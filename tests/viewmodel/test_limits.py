@@ -10,10 +10,9 @@ import pytest
 
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
-from minitui.tui.widgets.inspect.host_device import host_and_device
 from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.inspect.waterfall import Waterfall
-from minitui.viewmodel.explain.limits import Limit, limits
+from minitui.viewmodel.explain.limits import limits
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
 from minitui.viewmodel.words.summary import summary, summary_json
@@ -152,39 +151,3 @@ def test_a_reading_of_the_delays_is_for_all_steps_since_the_one_before_and_none_
     assert any(row.startswith(words) for row in drawn(StepTimings(), alone, 118, 30))
     told = [str(tell(third, "step", step).lines) for step in (1, 3)]
     assert "on the core not read in this step" in told[0] and "on the core 0.00 ms" in told[1]
-
-
-def test_a_narrow_line_is_a_sentence() -> None:
-    prompts, decodes = "launching prompts", "launching no prompts"
-    unknown, known = (0.3, 0.9), (0.8, 0.9)
-    for width, limit, words in (
-        (44, Limit("", 100, unknown, 0.3), "else, it is unknown what limits the speed"),
-        (44, Limit(prompts, 100, unknown, 0.3, 53, 0.6), "what limits 60 % of the time is unknown"),
-        (62, Limit(prompts, 100, unknown, 0.0, 53, 0.6), "it is unknown what limits steps that launch prompts"),
-        (44, Limit(decodes, 100, known, 0.3, 53, 0.6), "device limits steps that launch no prompts"),
-        (56, Limit(decodes, 100, known, 0.0, 53, 0.6), "the device limits steps that launch no prompts"),
-        (66, Limit(decodes, 9, known, 0, 5, 0.6), "the device limits steps that launch no prompts (60 % of the time)"),
-        (36, Limit("", 100), "it is unknown what limits the speed"),
-    ):
-        assert "".join(limit.told(width)) == words
-
-
-def test_the_means_of_host_and_device_say_whether_they_include_other_programs() -> None:
-    for name in ("small-pool", "h200-8b"):
-        for delayed in (0.0, 3.0):
-            view, seen = recorded(1.0, 9.0, delayed, name=name), set()
-            for width in (76, 118):
-                for height in range(7, 13):
-                    means = [row for row in drawn(StepTimings(), view, width, height) if re.match("host|per step", row)]
-                    assert all(("with other programs" in row) == (delayed > 0) for row in means), (width, means)
-                    seen |= {row.split()[0] for row in means}
-            assert seen == {"host", "per"}
-
-
-def test_the_tracks_keep_their_width_beside_the_device_s_share() -> None:
-    view = replayed("h200-8b")
-    for width in range(50, 200):
-        _host, device = ("".join(text for text, _ in row) for row in host_and_device(view, width))
-        track = re.split(r" [\d.]+ ms", device.rstrip())[0][13:]
-        assert "busy at most" in device or len(track) >= 8 * 9 or "per step" in device
-        assert len(track) >= min(72, width - 13 - len(" 25.0 ms, busy at most 100 %")) or width < 53, (width, device)

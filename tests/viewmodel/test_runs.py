@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 
 from engine.core.engine import Engine
@@ -17,7 +16,6 @@ from engine.trace.records import Record, RecordLog
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.compare.comparison import Comparison, key_of, settings_that_differ
-from minitui.viewmodel.compare.figures import QUANTITIES, RunFigures
 from minitui.viewmodel.compare.runs import DRAFTS, STALL, Run
 from minitui.viewmodel.view import View
 from tests.engine.test_step_clock import Timed
@@ -145,15 +143,6 @@ def test_on_the_clock_each_step_takes_the_time_that_the_panels_show(name: str) -
     assert followed > 0 or name == "golden"
 
 
-def test_the_keys_of_the_json_say_the_unit_or_what_is_counted() -> None:
-    keys = {field.metadata["key"]: str(field.type) for field in fields(RunFigures)}
-    assert len(keys) == len(fields(RunFigures))
-    for key, kind in keys.items():
-        assert key.endswith(("_ms", "_per_second", "_per_step")) == kind.startswith("float"), (key, kind)
-    for quantity in QUANTITIES:
-        assert not quantity.samples or quantity.samples in RunFigures.__slots__
-
-
 def test_static_and_continuous_batching_differ_in_steps_not_in_work(monkeypatch: pytest.MonkeyPatch) -> None:
     static = viewed(played(monkeypatch, policy="static"), "static batching")
     continuous = viewed(played(monkeypatch), "continuous batching")
@@ -169,19 +158,6 @@ def test_static_and_continuous_batching_differ_in_steps_not_in_work(monkeypatch:
     at = 3.5  # the first request has finished; only continuous batching gives its row to the third
     assert [run.doing("steps", at)["queued"] for run in both.runs] == [3, 2]
     assert [run.written_by("steps", at) for run in both.runs] == [6, 6]
-
-
-def test_the_longest_gap_of_a_request_is_marked_if_it_stands_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    smooth, stalled = Run(viewed(played(monkeypatch))), Run(viewed(played(monkeypatch, stall_s=60.0)))
-    for run in (smooth, stalled):
-        for lane in run.lanes:
-            stalls = [span for span in run.phases("ms", lane) if span.kind == STALL]
-            gaps = np.diff(run.arrivals[lane.id].at) * 1e3
-            assert bool(stalls) == (run is stalled and lane.id == 2), lane.id  # r2 decodes; r3 has too few gaps
-            if stalls:
-                assert stalls[0].end - stalls[0].begin == pytest.approx(gaps.max())
-                assert run.doing("ms", stalls[0].begin + 1.0)["decode"] == 2, "it still decodes"
-            assert all(span.kind != STALL for span in run.phases("steps", lane))
 
 
 def test_the_sentence_names_the_key_figure_the_time_and_what_got_worse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from engine.core.request import Grammar
 from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan
 from engine.params import SamplingParams
-from engine.trace.records import Record, RecordLog
+from engine.trace.records import RecordLog
 from engine.trace.state import State
 from minitui.cli.tail import tail_trace
 from minitui.dev.simulator import SMALL, Load, Stress
@@ -32,7 +32,6 @@ from minitui.viewmodel.explain.stalls import Reason, explain_gap, gap_words
 from minitui.viewmodel.history.lane import PREEMPTED, Gap, Lane
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.view import View
-from minitui.viewmodel.words.request_teller import RequestTeller
 from tests.engine.test_scheduler_simulation import make_engine
 from tests.engine.test_scheduler_simulation import run as drive
 from tests.support import live_stalls as live
@@ -177,41 +176,6 @@ def test_a_preemption_is_the_cause_of_the_gap_around_it() -> None:
                     assert of["prefill"].ms / of["recompute"].ms == pytest.approx(others / tokens)
                 shared += bool(others)
     assert queued > 10 and shared > 2
-
-
-def test_tokens_computed_again_cost_no_more_than_the_fit_determines() -> None:
-    """Two steps of the small pool have prompts, and vLLM tells only when a step ended: no prompt has a known cost."""
-    for name, keys in (("small-pool", {"queue", "device"}), ("vllm-8b", {"queue", "beside_prompts"})):
-        view, told = recorded_view(TraceReader(find_trace(name))), 0
-        for lane in view.history.lanes.lanes.values():
-            found = view.history.tokens.arrivals(lane, view.moment.horizon)
-            for gap in (found.gap(i) for i in range(1, len(found))):
-                if not preempted_in(lane, gap):
-                    continue
-                reason, told = explain_gap(view, lane, gap), told + 1
-                assert {cause.key for cause in reason.causes} <= keys
-                assert reason.usual is not None and "computing" not in str(reason)
-                tokens = sum(n for step, n in lane.again if gap.since < step <= gap.step)
-                assert str(reason).endswith(f"; {tokens:,} tokens computed again"), str(reason)
-        assert told >= 2
-
-
-def test_a_prompt_that_is_computed_again_says_so_in_the_gaps_of_the_others() -> None:
-    view, told = run(TIGHT, 1_500), 0
-    for lane in view.history.lanes.lanes.values():
-        for at, tokens in lane.again:
-            for other in view.history.lanes.lanes.values():
-                gap = gap_at(view, other, at) if other is not lane else None
-                row = view.history.steps.get(at)
-                if gap is None or row is None or preempted_in(other, gap) or len(row.chunks) > 1:
-                    continue
-                causes = [cause.name for cause in explain_gap(view, other, gap).causes]
-                whole = row.prefill_tokens
-                named = f"({whole:,} token{'' if whole == 1 else 's'}, {tokens:,} of them again after a preemption)"
-                prefills = [name for name in causes if name.startswith(f"prefill of r{lane.id} ")]
-                assert all(name.endswith(named) for name in prefills)
-                told += len(prefills)
-    assert told > 10
 
 
 def test_stalls_in_a_live_engine_are_named() -> None:
@@ -411,21 +375,6 @@ def test_a_recording_is_told_request_by_request_as_text_and_as_json(path: Any) -
     assert "the longest gap" not in text[-2]
 
 
-def test_a_request_is_told_when_its_last_step_is_timed_and_an_aborted_one_soon_after() -> None:
-    truth = played(3, "overlap")
-    view = View()
-    view.reset(truth.snapshots[0])
-    teller, told, records = RequestTeller(view, json=True), [], list[Record]()
-    for record in truth.records:
-        records.append(record)
-        told += [json.loads(str(line)) for line in teller.tell([record])]
-    told += [json.loads(str(line)) for line in teller.tell([])]
-    requests = {request.id: request for request in truth.load.requests}
-    assert {row["request"] for row in told} == set(requests)
-    for row in told:
-        assert row["output_tokens"] == len(requests[row["request"]].output_ids)
-
-
 # ---- stalls that have not ended
 
 
@@ -487,19 +436,3 @@ def test_a_preempted_request_stalls_from_its_last_token_on() -> None:
             seen[lane.id] = row.running
         reused += sum(Requests().of(view, lane).reused_tokens for lane in view.history.lanes.active.values())
     assert ended > 10 and reused
-
-
-def test_the_tokens_that_a_resume_takes_from_the_cache_are_counted() -> None:
-    counted = 0
-    for seed in range(6):
-        truth = played(seed, "sync")
-        view, matched, preempted = truth.view(), dict[int, int](), set[int]()
-        for record in truth.records:
-            if record[2] == "preempt":
-                preempted.add(record[3])
-            elif record[2] == "match" and record[3] in preempted:
-                matched[record[3]] = matched.get(record[3], 0) + record[4]
-        for id, tokens in matched.items():
-            assert Requests().of(view, view.history.lanes.lanes[id]).reused_tokens == tokens
-        counted += sum(matched.values())
-    assert counted

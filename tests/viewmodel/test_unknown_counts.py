@@ -45,13 +45,6 @@ def test_of_a_request_that_was_preempted_before_the_records_the_tokens_computed_
     assert Run(view).figures.twice is None
 
 
-def test_with_all_records_these_numbers_are_known() -> None:
-    view = recorded_view(TraceReader(find_trace("small-pool")))
-    rows = {row.id: row for row in Requests().figures(view)}
-    assert (rows[4].recomputed_tokens, rows[4].reused_tokens, rows[4].after_evictions) == (95, 0, 0)
-    assert Run(view).figures.twice == 32 + 95
-
-
 @pytest.mark.parametrize(("name", "known"), [("small-pool", True), ("vllm-8b", False), ("h200-8b", False)])
 def test_what_was_computed_after_an_eviction_is_unknown_if_the_engine_does_not_record_it(
     name: str, known: bool

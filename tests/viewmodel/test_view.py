@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import marshal
 import pickle
 import random
 import subprocess
 import sys
-import tracemalloc
-from collections import deque
 
 import numpy as np
 import pytest
@@ -22,13 +18,10 @@ from engine.trace.state import State
 from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from minitui.dev.panel import stress_view
 from minitui.dev.simulator import CLASSROOM, SMALL, Load, Stress
-from minitui.viewmodel.explain.timing import summarise
-from minitui.viewmodel.history.events import Events
 from minitui.viewmodel.history.history import EMPTY
-from minitui.viewmodel.history.lane import DECODING, FINISHED, NOTHING, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
+from minitui.viewmodel.history.lane import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
 from minitui.viewmodel.history.rates import BUCKET, Rates
 from minitui.viewmodel.history.steps import Steps
-from minitui.viewmodel.history.tokens import FirstTokens
 from minitui.viewmodel.state import time_travel
 from minitui.viewmodel.state.annotated_state import AnnotatedState
 from minitui.viewmodel.updater import AFTER_KEY_S, RETRY_S, Updater
@@ -147,16 +140,6 @@ def test_lanes_have_the_phase_of_every_request_in_every_step():
     assert {id for id, lane in view.history.lanes.active.items()} == set(view.history.live.state.requests)
 
 
-def test_preemption_beats_finish_beats_prefill_beats_decode_beats_waiting():
-    lane = Lane(1, "", 10, 0.0, 0)
-    for code, at in ((QUEUED, 0), (DECODING, 1), (PREFILLING, 2), (FINISHED, 3), (PREEMPTED, 4)):
-        lane.spans.append([code, at, at])
-    assert codes(lane, 0, 2, 2, 10) == [DECODING, FINISHED]
-    assert codes(lane, 0, 3, 2, 10) == [PREFILLING, PREEMPTED]
-    assert codes(lane, 0, 5, 1, 10) == [PREEMPTED]
-    assert codes(lane, 0, 5, 1, 1) == [DECODING], "what comes after the picture is not shown"
-
-
 def test_steps_are_kept_exactly_in_a_ring():
     _, view, records = followed(TIGHT, 300)
     small = Steps(capacity=64)
@@ -231,16 +214,6 @@ def test_timings_are_numpys_percentiles_of_each_kind():
     assert view.timings.first_token.total_ms == pytest.approx(sum(firsts[-1][4:6]))
 
 
-def test_a_refusal_names_the_chat_because_there_is_no_request():
-    view = View()
-    view.texts.group_names = {"a45ce471": "3 paging"}
-    events = Events()
-    events.fold((1, 0.0, "refuse", "a45ce471", "the prompt has 8,766 tokens"), 0)
-    assert (
-        view.texts.event(events.since(0)[-1], short=True) == "chat 3 paging · the prompt has 8,766 tokens"
-    )
-
-
 @pytest.mark.parametrize("load", [SMALL, TIGHT])
 def test_the_keys_of_a_step_are_the_tokens_of_the_requests_that_decode_in_it(load):
     """Finished and preempted requests count no longer."""
@@ -275,24 +248,6 @@ def test_a_replay_in_slow_motion_does_not_lengthen_the_gaps_between_tokens(parts
             steps.read((3 * n + 1, n * 0.05, "parts", n, 0, 0, 0, 1_000, 1_000, 3_000, 0, None, 0))
         steps.read((3 * n + 2, n * 0.05 + 0.05, "time", n, 1_000, 1_000, 0, 5.0, 3.0, "decode"))
     assert np.diff(steps.column("arrived")[:5]) == pytest.approx([0.005] * 4)
-
-
-def test_the_median_of_two_first_tokens_lies_between_them():
-    firsts = FirstTokens()
-    for seq, prefill_ms in enumerate((60.0, 12.0)):
-        firsts.read((seq, 0.0, "first", seq, 1.0, prefill_ms))
-    assert summarise(Steps(), firsts, 0, 99).median_first_ms == pytest.approx(37.0)
-    assert summarise(Steps(), FirstTokens(), 0, 99).median_first_ms is None
-
-
-def test_tokens_saved_are_exactly_those_of_the_matches():
-    roomy = Load(blocks=4000, chats=6, rows=8, budget=256, context=512, reply=(20, 60), turns=3, think=0.05)
-    _, view, records = followed(roomy, 600)
-    assert not any(record[2] == "evict" for record in records)
-    matched = sum(record[4] for record in records if record[2] == "match")
-    assert matched > 0
-    assert view.moment.shown.saved.sum() == matched
-    assert sum(view.moment.shown.saved_by(node) for node in view.moment.shown.state.nodes.values()) == matched
 
 
 @pytest.mark.parametrize("load", [SMALL, TIGHT])
@@ -350,35 +305,6 @@ def test_history_is_bounded_and_says_where_it_begins(monkeypatch):
         view.history.past.state_at(view.history.past.first_seq - 1)
     assert not view.travel_to(0)
     assert view.moment.shown is view.history.live
-
-
-def test_once_its_rings_are_full_the_view_needs_no_more_memory(monkeypatch):
-    monkeypatch.setattr("minitui.viewmodel.history.events.EVENTS_ALWAYS", 100)
-    monkeypatch.setattr("minitui.viewmodel.state.time_travel.KEYFRAME_SECONDS", 0.0)
-    stress, view = Stress(TIGHT), View()
-    view.reset(State(TIGHT.blocks + 1, TIGHT.block_size, TIGHT.budget, TIGHT.rows).snapshot())
-    view.history.past.every, view.history.past.kept, view.history.steps = 200, 600, Steps(128)
-    view.history.block_log = deque(maxlen=100)
-    files = [tracemalloc.Filter(True, name) for name in ("*/minitui/viewmodel/*", "*/engine/trace/*", __file__)]
-
-    def kept(steps: int) -> int:
-        for _ in range(steps // 10):
-            stress.run_steps(10)
-            records = marshal.loads(marshal.dumps(stress.drain()))  # allocated here, so that they are counted
-            view.fold(records, stress.now)
-            view.frame(stress.now)
-        del records
-        gc.collect()
-        return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(files).traces)
-
-    tracemalloc.start()
-    try:
-        kept(600)
-        samples = [kept(100) for _ in range(5)]
-        later = [kept(1_400), *(kept(100) for _ in range(4))]
-    finally:
-        tracemalloc.stop()
-    assert min(later) < 1.15 * max(samples), (samples, later)
 
 
 def test_slow_motion_and_pauses_do_not_lower_the_rates():
@@ -550,23 +476,6 @@ def test_time_in_a_paused_engine_does_not_count_as_waiting():
     assert lanes.lanes[2].waited_ms is None
 
 
-def test_a_new_view_is_an_empty_engine():
-    view = View()
-    view.fold([(1, 0.0, "submit", 1, "", 10, 20)], 0.0)
-    view.frame(1.0)
-    assert view.moment.shown.counts == (1, 0, 0, 0) and view.shown_step() is None and view.subject() is None
-    assert view.moment.gate_text == view.moment.pace_text == view.moment.travel_text == ""
-    assert not view.travel(-1)
-
-
-def test_open_spans_reach_the_present():
-    lane = Lane(1, "", 10, 0.0, 0)
-    lane.mark(DECODING, 3, OPEN)
-    assert codes(lane, 0, 1, 8, 5) == [0, 0, 0, DECODING, DECODING, DECODING, 0, 0]
-    lane.close(4)
-    assert lane.spans == [[DECODING, 3, 4]]
-
-
 def test_figures_are_right_from_the_first_record_after_a_snapshot_with_any_clocks():
     """The clocks of the engine and of the caller may begin at any value."""
     view = View()
@@ -584,23 +493,6 @@ def test_figures_are_right_from_the_first_record_after_a_snapshot_with_any_clock
     assert tokens == pytest.approx(
         sum(view.history.steps.get(s).decodes for s in range(view.history.steps.last)), rel=0.2
     )
-
-
-def test_slow_motion_does_not_lower_the_speed():
-    stress = Stress(SMALL)
-    stress.pace = 40.0
-    stress.log.append("pace", 40.0)
-    view = View()
-    view.reset(State(65, 16, SMALL.budget, SMALL.rows).snapshot())
-    while not (stress.scheduler.running and stress.steps_run > 20):
-        stress.run(0.1)
-        view.fold(stress.drain(), stress.now)
-        view.frame(stress.now)
-    rows = [view.history.steps.get(step) for step in range(view.history.steps.last + 1)]
-    seconds = sum(row.wall_ms for row in rows if row.wall_ms) / 1e3
-    assert seconds < 1.0
-    assert view.moment.speed("decode") == pytest.approx(sum(r.decodes for r in rows if r.wall_ms) / seconds)
-    assert view.moment.speed("decode") > 100
 
 
 def test_the_table_of_a_finished_request_stays_with_the_present_use_of_its_blocks():
@@ -769,7 +661,7 @@ async def test_a_backlog_is_folded_between_frames_and_keys_come_first(monkeypatc
     await asyncio.sleep(0.02)  # enough for many slices
     assert feed.backlog == waited, "a key was pressed: its echo comes first"
     now += AFTER_KEY_S
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while feed.backlog:
             await asyncio.sleep(0.001)
     assert feed.steps_behind == 0 and feed.view.history.live.state.seq == stress.log.seq and not feed.dropped
