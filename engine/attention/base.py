@@ -53,7 +53,8 @@ class StateMeta:
     order of the tokens. The first segment of a sequence begins with the state in its source; each other segment
     continues the one before, whose target is its source. The state after a segment's last token is written to its
     target; with target 0 nothing is written. Slot 0 holds zeros, the state before the first token. A target may be its
-    segment's own source. No sequence writes a slot that another sequence of the step reads.
+    segment's own source. No sequence writes a slot that another sequence of the step reads. If there are as many
+    segments as tokens, each segment has one token or none: also in a captured step, whose numbers include the padding.
     """
 
     segments: torch.Tensor  # int32 [m, 4]

@@ -424,8 +424,8 @@ def delta_rule(
     heads, dv = v.shape[1:]
     n, m = len(states.cu_segments) - 1, len(states.segments)
     captured = states.host is None
-    # In a captured graph, tokens of padding may belong to no segment: they must not be NaN.
-    make = torch.zeros if captured and tokens > m else torch.empty
+    # In a captured graph, tokens of padding may belong to no sequence: they must not be NaN.
+    make = torch.zeros if captured and tokens > n else torch.empty
     out = make(tokens, heads, dv, dtype=v.dtype, device=v.device)
     shape = {"HEADS": heads, "DK": dk, "DV": dv}
     norm = {"SCALE": dk**-0.5, "EPS": eps, "KEY_HEADS": key_heads}
@@ -436,7 +436,7 @@ def delta_rule(
         _step_kernel[(dv // columns * heads, n)](
             q, k, v, g, beta, out, recurrent, *rows, *strides, **norm, **shape, COLUMNS=columns, num_warps=STEP_WARPS
         )
-    if tokens > m:
+    if tokens != m:  # else each segment has one token, by StateMeta's contract also in a captured graph
         chunks, exact = tokens // CHUNK + m, q.dtype == torch.float32
         erased, queries, keys = q.new_empty(3, chunks, heads, CHUNK, dk)
         written, scores = q.new_empty(chunks, heads, CHUNK, dv), q.new_empty(chunks, heads, CHUNK, CHUNK)

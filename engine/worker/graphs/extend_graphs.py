@@ -59,8 +59,8 @@ class Size(NamedTuple):
 
     @property
     def segments(self) -> int:
-        """The largest number of segments of recurrent states."""
-        return self.draws + MORE_SEGMENTS
+        """The largest number of segments of recurrent states. With as many as tokens, each would have one token."""
+        return min(self.draws + MORE_SEGMENTS, self.tokens - 1)
 
     def __str__(self) -> str:
         return f"{self.tokens}" + (f" with {self.decodes}" if self.decodes else "")
