@@ -58,6 +58,14 @@ def test_a_margin_that_is_not_known_is_no_tie() -> None:
     assert not row([2, 2, 3], [2, 2, 4], slack=9.0, said=[7, 2, 3]).passed
 
 
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts and six tokens of each reply, instead of all."""
+    monkeypatch.setattr(verify, "PROMPTS", PROMPTS[:2])
+    monkeypatch.setattr(verify, "NEW_TOKENS", 6)
+
+
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
 def test_a_weight_that_is_no_number_is_different(bad: float | None, tmp_path: Path, capsys: Any) -> None:
     directory = tmp_path / "m"
@@ -99,6 +107,7 @@ def test_a_model_of_few_positions_is_compared(tmp_path: Path, capsys: Any) -> No
     assert run_verify(str(directory), "float32", "cpu", as_json=True) == 0, capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("kind", os.environ.get("VERIFY_FAMILIES", "gemma2 gpt_oss phi3").split())
 def test_a_random_checkpoint_of_a_family_passes(kind: str, tmp_path: Path, capsys: Any) -> None:
     """VERIFY_FAMILIES names other families: the model types in tests/support/families.py."""
@@ -193,6 +202,7 @@ def with_the_tutor_s_tokenizer(directory: Path) -> int:
     return int(json.loads((tutor.model_dir() / "config.json").read_text())["vocab_size"])
 
 
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("name", os.environ.get("VERIFY_IMAGES", "ministral3 qwen3_vl_moe").split())
 def test_the_text_part_of_a_model_with_images_passes(name: str, tmp_path: Path, capsys: Any) -> None:
     """VERIFY_IMAGES names other models: those of tests/support/images.py. The second checkpoint is quantised."""
@@ -212,6 +222,7 @@ def test_the_text_part_of_a_model_with_images_passes(name: str, tmp_path: Path, 
         assert run_verify(str(directory), "float64", "cpu", as_json=True) == 0, capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("form", os.environ.get("VERIFY_FORMATS", "awq").split(","))
 def test_a_random_quantised_checkpoint_passes(form: str, tmp_path: Path, capsys: Any) -> None:
     """VERIFY_FORMATS names other formats, with commas: those of tests/support/packing.py, or mxfp4."""
@@ -228,6 +239,7 @@ def test_a_random_quantised_checkpoint_passes(form: str, tmp_path: Path, capsys:
     assert run_verify(str(packed), "float64", "cpu", as_json=True) == 0, capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("kind", os.environ.get("VERIFY_GGUF", "gemma3_text").split())
 def test_a_random_gguf_file_passes(kind: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """VERIFY_GGUF names other families: the model types in tests/support/gguf_files.py."""

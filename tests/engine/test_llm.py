@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from engine import LLM, AsyncLLM, EngineError, InvalidRequest, SamplingParams, StructuredOutputsParams
 from engine.options import engine_config
 from engine.params import RequestOutputKind
-from engine.process.server import MAX_WAITING
 from minitui.tutor import model_dir
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -78,11 +76,6 @@ def test_a_number_of_samples_that_cannot_be_is_refused(llm: LLM, n: object) -> N
         llm.generate(["a"], SamplingParams(n=n))  # type: ignore[arg-type]
 
 
-def test_there_may_be_more_prompts_than_a_server_would_let_wait(llm: LLM) -> None:
-    requests = [llm.engine.add_request([5, 6], SamplingParams(max_tokens=1)) for _ in range(MAX_WAITING + 1)]
-    assert all(llm.engine.abort(request.id) for request in requests) and not llm.engine.has_work
-
-
 def test_logprobs_come_with_the_reply_and_with_the_prompt(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=3, prompt_logprobs=2, ignore_eos=True)
     output = llm.generate(["What is a token?"], params, use_tqdm=False)[0]
@@ -100,11 +93,6 @@ def test_logprobs_come_with_the_reply_and_with_the_prompt(llm: LLM) -> None:
     without = llm.generate(["What is a token?"], GREEDY)[0]
     assert without.prompt_logprobs is None
     assert without.outputs[0].logprobs is None and without.outputs[0].cumulative_logprob is None
-
-
-def test_progress_is_drawn_on_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    llm.generate(["Hello"], SamplingParams(max_tokens=3), use_tqdm=True)
-    assert "1/1 replies" in capsys.readouterr().err
 
 
 def test_an_unknown_option_names_the_known_ones() -> None:
@@ -126,11 +114,6 @@ def ids_of(llm: LLM, prompts: Any, **more: Any) -> list[list[int]]:
 def test_ids_may_have_every_form_alone_and_in_a_list(llm: LLM, form: Any) -> None:
     assert ids_of(llm, form) == [[5, 6]]
     assert ids_of(llm, [form, "Hello", form])[::2] == [[5, 6]] * 2
-
-
-def test_rows_of_an_array_and_arrays_of_one_id_are_prompts(llm: LLM) -> None:
-    assert ids_of(llm, np.array([[5, 6], [7, 8]])) == [[5, 6], [7, 8]]
-    assert ids_of(llm, [torch.tensor([5]), np.array([6])]) == [[5], [6]]
 
 
 def test_a_dict_may_have_a_text_or_a_text_with_its_ids(llm: LLM) -> None:
@@ -258,15 +241,6 @@ def test_vllms_options_are_accepted_or_refused_with_the_equivalent() -> None:
             engine_config(str(model_dir()), {name: value})
     assert engine_config("org/name", {"revision": "v2"}).model == "org/name@v2"
     assert engine_config(str(model_dir()), {"revision": "v2"}).model == str(model_dir())
-
-
-def test_options_without_effect_are_a_notice_once() -> None:
-    with warnings.catch_warnings(record=True) as notices:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            engine_config("m", {"trust_remote_code": True, "swap_space": 4, "enable_expert_parallel": False})
-    texts = [str(notice.message) for notice in notices]
-    assert len(texts) == 2 and "never runs" in texts[0] and "swap_space=4 has no effect" in texts[1]
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)

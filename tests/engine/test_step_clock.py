@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import time
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -100,23 +99,6 @@ def test_a_delay_counts_for_the_step_whose_parts_contain_it(overlap: bool, monke
     found = {part[3]: (part[4] / 1e6 - COMMIT, part[11] / 1e6) for part in parts[1:]}
     assert found[5] == (7.0, 7.0) and found[6] == (9.0, 9.0)
     assert all(delay == 0.0 for step, (_, delay) in found.items() if step not in (5, 6)), "each step was read"
-
-
-@pytest.mark.parametrize(("reading_s", "unread_steps"), [(1e-6, 0), (0.4, 2)])
-def test_readings_take_a_small_share_of_the_time(
-    reading_s: float, unread_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step takes 31 s here, so after a reading of 0.4 s the next one follows when 80 s have passed."""
-
-    def slowly(self: host_pauses.HostPauses) -> float:
-        self.reading_s = reading_s
-        return 0.0
-
-    monkeypatch.setattr(host_pauses.HostPauses, "_read_delays", slowly)
-    monkeypatch.setattr(step_clock, "SLOW", float("inf"))  # no step is read because it is slow
-    parts, _ = recorded(Timed(monkeypatch), False, monkeypatch)
-    read = [part[3] for part in parts[1:] if part[11] is not None]
-    assert {later - step for step, later in pairwise(read)} == {unread_steps + 1}
 
 
 def test_time_without_work_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

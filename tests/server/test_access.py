@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
-import time
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -137,9 +136,7 @@ def test_a_zip_bomb_is_refused_at_the_limit_of_the_inflated_size(server: Running
     assert len(packed) < server.service.settings.max_body
     tracemalloc.start()
     try:
-        began = time.monotonic()
         answer = server.http.post("/tokenize", content=packed, headers={"Content-Encoding": "gzip"})
-        assert time.monotonic() - began < 5
         assert tracemalloc.get_traced_memory()[1] < 40 << 20
     finally:
         tracemalloc.stop()

@@ -43,7 +43,7 @@ class Stalls:
 
     def end(self) -> float:
         self._ended = True
-        self._ticking.result(30)
+        self._ticking.result(90)
         return self.longest
 
 
@@ -140,5 +140,5 @@ def test_health_tells_of_texts_that_wait_for_their_encoding(server: Running, mon
         assert server.get("/health").json()["status"] == "busy"
     finally:
         go.set()
-        stuck.result(30)
+        stuck.result(90)
     assert server.get("/health").status_code == 200

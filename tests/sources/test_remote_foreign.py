@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +13,9 @@ from textual.widgets import Static
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.info import EngineInfo
 from engine.params import SamplingParams
-from minitui.bench.load import LoadOptions, measure
 from minitui.chat.conversation import Sampling
 from minitui.chat.sessions import Chats
 from minitui.chat.store import Store
-from minitui.tutor import model_dir
 from tests.support.fake_openai import FakeServer
 from tests.support.serving import Running
 
@@ -149,7 +142,7 @@ async def two_turns(url: str, model: str = "") -> tuple[Any, Any]:
 async def test_a_chat_through_the_openai_endpoints_of_our_own_server(server: Running) -> None:
     source, chat = await two_turns(server.url)
     assert "key" in chat.messages[1].text and chat.messages[3].metrics["prompt_tokens"] > 20
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not source.metrics.hit_rate or source.metrics.running != 0:  # the page may still be that of before
             await asyncio.sleep(0.1)
     assert source.metrics.cache_use == 0
@@ -198,13 +191,13 @@ async def test_a_sampling_option_is_sent_or_refused_when_it_is_set(owner: str, u
         assert getattr(chat.sampling, name) is None
     chats.send(chat, "Q")
     assert chat._task is not None
-    await asyncio.wait_for(chat._task, 10)
+    await asyncio.wait_for(chat._task, 60)
     [body] = fake.asked
     assert {**body, **expected} == body
     assert {*body} - {*expected} == {"model", "messages", "stream", "stream_options", "top_p"}
     chat.sampling = Sampling(top_k=1)  # of settings.toml
     chats.send(chat, "Q")
-    await asyncio.wait_for(chat._task, 10)
+    await asyncio.wait_for(chat._task, 60)
     assert len(fake.asked) == 2 if "top_k" not in unlike else "/set top_k default" in chat.messages[-1].error
     await source.close()
     await fake.kill()
@@ -222,7 +215,7 @@ async def test_a_chat_on_such_a_server_is_stored_and_can_continue_later(tmp_path
         chat = chats.sessions[0] if chats.restore() else chats.new("Answer briefly.")
         chats.send(chat, question)
         assert chat._task is not None
-        await asyncio.wait_for(chat._task, 10)
+        await asyncio.wait_for(chat._task, 60)
         await source.close()
         store.close()
     said = [message["content"] for message in fake.asked[-1]["messages"]]
@@ -252,7 +245,7 @@ async def test_whatever_a_server_sends_the_answer_ends_and_is_kept(
     chat = chats.new("")
     chats.send(chat, "first?")
     assert chat._task is not None
-    await asyncio.wait_for(chat._task, 2)
+    await asyncio.wait_for(chat._task, 60)
     kept = store.load(chat.id)
     assert kept is not None and kept.messages[-1].text == text and error in kept.messages[-1].error
     assert kept.messages[-1].state == ("error" if error else "done")
@@ -328,44 +321,6 @@ async def test_the_application_chats_and_shows_the_metrics_in_a_line(server: Run
         await until(lambda: app.screen.query(Static))
         help = " ".join(str(row.content) for row in app.screen.query(Static))
         assert "One server answers all chats here" in help and "chips" not in help and "slow motion" not in help
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-async def test_a_chat_on_transformers_own_server(tmp_path: Path) -> None:
-    for package in ("transformers", "accelerate"):
-        pytest.importorskip(package, reason=f"transformers serve needs {package} (extra 'dev')")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("transformers")), "serve", "--host", "127.0.0.1", "--port", str(port),
-               "--device", "cpu"]  # fmt: skip
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    try:
-        deadline = time.monotonic() + 150
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            said = (tmp_path / "log").read_text()[-2000:]
-            if process.poll() is not None and "Missing dependencies" in said:
-                pytest.skip("transformers serve is not installed whole")
-            assert process.poll() is None and time.monotonic() < deadline, said
-            await asyncio.sleep(0.3)
-        source, chat = await two_turns(f"http://127.0.0.1:{port}", model=str(model_dir()))
-        assert "key" in chat.messages[1].text and len(chat.messages[3].text) > 5
-        assert source.metrics.running is None, "what this server does not tell was made up"
-        load = LoadOptions(
-            url=source.url, model=str(model_dir()), chat=True, requests=3, output_tokens=8, prompt_words=5, json=True
-        )
-        figures = await measure(load)
-        assert figures["answered"] == 3 and figures["output_tokens"] >= 3 and figures["ttft_ms"]["p50"] > 0, figures
-        await source.close()
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.parametrize("status", [404, 405, 500, 501])

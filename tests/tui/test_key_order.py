@@ -55,4 +55,4 @@ async def test_a_key_whose_screen_is_gone_does_not_stop_the_next_ones(monkeypatc
         await until(pilot, lambda: app.progress is None)
         monkeypatch.setattr(app._keys, "came", lambda done: None)  # as if no key reached the end of its path
         send(app, "ab")
-        await until(pilot, lambda: screen.prompt.text == "ab", 5.0)
+        await until(pilot, lambda: screen.prompt.text == "ab")

@@ -6,13 +6,9 @@ import pytest
 
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
-from minitui.teaching.lessons import lesson
 from minitui.tui.app import MinituiApp
-from minitui.tui.lesson_app import LessonApp
-from minitui.tui.screens.lesson import LessonScreen
 from tests.support.driving import settled
 from tests.support.fake_client import ByteCodec
-from tests.support.sampling import sampling
 from tests.support.stills import SIZES, Album, Clock, StillSource, until
 
 SYSTEM = "You are a patient teacher. You answer briefly, and explain how inference engines work."
@@ -73,41 +69,4 @@ async def test_chats_look_as_they_did(size: tuple[int, int]) -> None:
             await pilot.press(*"fork")
             await album.take("the commands with a word")
             await pilot.press("escape")
-        album.compare()
-
-
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-async def test_lessons_look_as_they_did(size: tuple[int, int]) -> None:
-    clock = Clock()
-    with clock.everywhere():
-        source = StillSource(clock, by_hand=False, num_blocks=129, answer=lambda prompt: ANSWERS["KV cache"])
-        app = LessonApp(
-            source, Chats(source, sampling=sampling(60)), Settings(), system=SYSTEM, lesson=lesson(9),
-            load_codec=lambda info: ByteCodec(), restart=None,
-        )  # fmt: skip
-        async with app.run_test(size=size) as pilot:
-            screen = app.screen
-            assert isinstance(screen, LessonScreen)
-            await until(app, lambda: screen.stage is not None)
-            reading, stage = screen.reading, app.stage
-            assert reading is not None and stage is not None
-            stage.beat = 0.0
-            album = Album("lesson", size, app, clock)
-            await album.take("the first page")
-            await pilot.press("right", "right")
-            await album.take("a prediction is asked")
-            await pilot.press("a")
-            await album.take("and one is made")
-            await pilot.press("enter")
-            await until(app, lambda: reading.at in reading.seen)
-            text = await album.take("the verdict, with the panel")
-            assert "You said a: the answer is c." in text
-            await pilot.press("right", "r")
-            await until(app, lambda: reading.at in reading.seen)
-            await album.take("a page with bars, and nothing predicted")
-            await pilot.press(*["right"] * 4)
-            await until(app, lambda: reading.prepared)
-            await album.take("the closing questions")
-            await pilot.press("enter")
-            await album.take("one is answered")
         album.compare()

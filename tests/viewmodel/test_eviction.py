@@ -31,7 +31,7 @@ def recorded(seed: int, failures: bool) -> tuple[State, list[Record]]:
 def test_each_eviction_and_allocation_is_the_predicted_one(failures: bool) -> None:
     """Before each record: the engine evicts the last blocks of node 1 of the order, and takes the predicted blocks."""
     evictions = allocations = 0
-    for seed in range(20):
+    for seed in range(8):
         state, records = recorded(seed, failures)
         for i, record in enumerate(records):
             kind, *fields = record[2:]
@@ -51,12 +51,12 @@ def test_each_eviction_and_allocation_is_the_predicted_one(failures: bool) -> No
                     free, evicted = next_blocks(state, EvictionOrder(state), len(taken))
                     assert {*free, *(block for _, block in evicted)} == set(taken)
             state.apply(record)
-    assert evictions > 1000 and allocations > 1000
+    assert evictions > 300 and allocations > 300
 
 
 def test_the_whole_order_is_that_in_which_the_engine_evicts() -> None:
     checked = 0
-    for seed in range(20):
+    for seed in range(8):
         load = Load(seed, 0)
         for _ in range(40):
             if len(load.engine.scheduler.waiting) < 4:
@@ -72,7 +72,7 @@ def test_the_whole_order_is_that_in_which_the_engine_evicts() -> None:
             went.append(pool.free_blocks[-1])
         assert went == [block for _, block in order.blocks()]
         checked += len(order.nodes)
-    assert checked > 40
+    assert checked > 20
 
 
 def test_a_pool_under_pressure_is_put_into_words() -> None:

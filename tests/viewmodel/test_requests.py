@@ -22,7 +22,7 @@ from minitui.viewmodel.view import View
 from tests.engine.test_scheduler_simulation import Load
 from tests.engine.test_speculation import DraftingLoad
 
-SEEDS = range(8)
+SEEDS = range(5)
 ROUNDED = 0.02  # ms: each part of a step is recorded to the microsecond
 
 
@@ -160,7 +160,7 @@ def test_the_client_is_told_the_same_speed_and_first_token_as_the_panels_show(ki
                     told[key] for key in ("queue_ms", "prefill_ms", "ttft_ms")
                 )
             compared += row.gaps.tok_s is not None
-    assert compared > 50
+    assert compared > 30
 
 
 @pytest.mark.parametrize("kind", ["overlap", "drafts"])
@@ -201,7 +201,7 @@ def test_tokens_of_steps_that_are_no_longer_kept_still_count(kind: str, monkeypa
                 after = len(expected) - expected.count(expected[0])
                 assert after / stats.tok_s == pytest.approx(seconds, abs=ROUNDED / 1e3)
         assert all(len(lane.taken) <= 2 * 16 and len(lane.spans) < 60 for lane in view.history.lanes.active.values())
-    assert left > 10
+    assert left > 5
 
 
 @pytest.mark.parametrize("kind", ["sync", "overlap", "failures", "drafts"])
@@ -234,10 +234,10 @@ def test_tokens_computed_again_and_blocks_are_those_of_the_state(kind: str) -> N
 def test_in_the_past_the_figures_are_those_of_that_moment(kind: str) -> None:
     """Every figure in the past equals the figure of a view that has folded only the records up to this moment."""
     compared = 0
-    for seed in (1, 4, 7):
+    for seed in (1, 4):
         truth = played(seed, kind)
         view, rng = truth.view(), random.Random(seed)
-        for step in rng.sample(range(view.history.steps.last), min(12, view.history.steps.last)):
+        for step in rng.sample(range(view.history.steps.last), min(8, view.history.steps.last)):
             if not view.travel_to(step) or view.moment.horizon != step:
                 continue
             end = view.moment.shown.state.seq

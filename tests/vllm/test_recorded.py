@@ -25,7 +25,6 @@ from minitui.protocol import ServerInfo
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.tutor import model_dir
 from minitui.vllm.ports import Ports, key_variables, ports_of
-from minitui.vllm.translate import Translator
 from tests.support.fake_openai import FakeServer
 from tests.support.vllm_direct import Direct, watch_steps
 from tests.support.vllm_played import FACTS_EVERY, make_scheduler, messages_of, play, recorded
@@ -79,18 +78,6 @@ def test_the_recorded_calls_have_what_vllms_second_model_runner_does() -> None:
         others = sum([n for n, _ in call[1]] != order for call, order in zip(steps, first, strict=True))
         assert bool(others) == ("second" in name), name
         assert sum(not call[3] for call in steps) > (20 if "stages" in name else 0)
-
-
-def test_a_wrong_count_a_wrong_table_and_wrong_tokens_are_found() -> None:
-    (_, *init), *messages = messages_of("asynchronous")
-    translator = Translator(*init)
-    at = next(i for i, message in enumerate(messages) if message[0] == "schedule" and len(message[-1][1]) > 3)
-    free, tables, sums, _ = messages[at][-1]
-    id = next(iter(tables))
-    for message in messages[:at]:
-        translator.take(message)
-    translator.take([*messages[at][:-1], [free + 1, {**tables, id: tables[id][::-1]}, {**sums, id: 1}, None]])
-    assert len(translator.faults) == 3
 
 
 LINES: list[tuple[str, int, list[int]]] = [
@@ -220,7 +207,7 @@ async def beside_vllm(ranks: int = 1) -> AsyncIterator[Any]:
     finally:
         for engine in engines:
             engine.end()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await asyncio.gather(*watching)
         await api.kill()
         for end in ends:
@@ -237,7 +224,7 @@ async def found(url: str, ranks: int, **options: Any) -> list[Any]:
     from minitui.sources.remote_checks import probe_async
     from minitui.sources.vllm import find_async
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             engines = await find_async(url, **options)
             with contextlib.suppress(EngineError):
@@ -266,7 +253,7 @@ async def test_a_chat_with_vllm_is_the_request_in_the_panels(tmp_path: Path, to_
         assert source.info.engine == "vLLM 0.0" and (Path(source.info.model_dir) / "tokenizer.json").is_file()
         state = State.from_snapshot(await source.snapshot())
         stream = source.submit(PROMPT, SamplingParams(temperature=0, max_tokens=3), group="0a1b2c3d")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not beside.api.asked:
                 await asyncio.sleep(0.01)
         body, head = beside.api.asked[0], beside.api.heads[-1]
@@ -277,7 +264,7 @@ async def test_a_chat_with_vllm_is_the_request_in_the_panels(tmp_path: Path, to_
         admission = (id, 0, [1, 2, 3, 4], 60, [])
         beside.send("schedule", 0.002, 0.003, 0, [], [admission], [], [], [(id, 60)], {}, 60, 1, 0, None)
         beside.send("update", 0.013, 0.014, 0, [("f", id, "FINISHED_LENGTH_CAPPED", 3)], None, [[7, 8, 9]], [id], None)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while state.step < 0 or state.requests:
                 for record in source.drain_records():
                     state.apply(record)
@@ -320,7 +307,7 @@ async def test_the_data_parallel_ranks_are_replicas(tmp_path: Path) -> None:
             await source.watch(source.replicas[1])
             state = await source.snapshot()
             assert source.shown is source.replicas[1] and state["num_blocks"] == 30
-            await asyncio.wait_for(has_request(source), 10)
+            await asyncio.wait_for(has_request(source), 60)
             for place in ("0", "1"):
                 source.pins["0a1b2c3d"] = source.replicas[int(place)].url
                 stream = source.submit(PROMPT, SamplingParams(max_tokens=3), group="0a1b2c3d")
@@ -348,7 +335,7 @@ async def test_vllm_is_a_replica_beside_servers_of_other_kinds(tmp_path: Path) -
             await source.start(lambda progress: None)
             try:
                 vllm = source.replicas[servers.index(beside.api.url)]
-                await asyncio.wait_for(vllm.tried.wait(), 10)
+                await asyncio.wait_for(vllm.tried.wait(), 60)
                 await source.watch(vllm)
                 assert vllm.kind == "vllm" and (await source.snapshot())["num_blocks"] == 30
             finally:
@@ -380,7 +367,7 @@ async def has_request(source: Any) -> None:
         await asyncio.sleep(0.01)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
@@ -419,7 +406,7 @@ async def test_the_telemetry_hides_texts_and_needs_the_key(tmp_path: Path, monke
         events = [("c", ["cmpl-1"], [0], [3])]
         beside.send("schedule", 0.002, 0.003, 0, events, [admission], [], [], [("cmpl-1", 60)], {}, 60, 1, 0, None)
         nodes: dict[int, Any] = {}
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not nodes:
                 nodes = (await source.snapshot())["nodes"]
         [leaf] = nodes.values()
@@ -459,7 +446,7 @@ def test_the_recording_is_closed_when_vllm_is_killed(tmp_path: Path, killed: str
         said = {vllm.stdout.readline() for _ in range(2)}
         assert b"sent\n" in said
         [other] = said - {b"sent\n"}
-        wait_for(lambda: path.exists() and path.stat().st_size > 0, 20)
+        wait_for(lambda: path.exists() and path.stat().st_size > 0, 60)
         if killed == "all processes":
             for process in psutil.Process(vllm.pid).children(recursive=True):
                 process.kill()
@@ -470,7 +457,7 @@ def test_the_recording_is_closed_when_vllm_is_killed(tmp_path: Path, killed: str
             return TraceReader(path).complete
         return False
 
-    wait_for(complete, 20)
+    wait_for(complete, 60)
     assert TraceReader(path).last_step > 100
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(other)).kill()
@@ -535,7 +522,7 @@ from tests.vllm.test_recorded import INFO, wait_for
 pipe = Pipe()
 pipe.send(("init", 0.0, {**INFO, "telemetry_port": int(sys.argv[1])}))
 pipe.flush()
-wait_for(lambda: pipe.reason_given, 30)
+wait_for(lambda: pipe.reason_given, 60)
 """
 
 
