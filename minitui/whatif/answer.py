@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class Question:
         self.reader = TraceReader(path)
         self.arrivals = arrivals
         self.recorded: Recorded = asked_in(self.reader)
-        self.costs: Costs = costs_of(self.reader)
+        self.costs: Costs = costs_of(self.recorded.steps, str(path))
         self.setting = Setting.of(self.reader.info, self.reader.part(0).snapshot)
 
     def changed(self, changes: dict[str, str]) -> Setting:
@@ -60,7 +61,7 @@ def fit_words(costs: Costs) -> str:
     """Returns a sentence about the fit of a step's cost, with its error."""
     return (
         f"The cost of a step is fitted to {count(costs.steps, 'step')} of the recording: half of them differ from it "
-        f"by more than {costs.error:.1%}. Its deviations are drawn again, so that the sum is right."
+        f"by more than {costs.error:.1%}. Their deviations are used again, so that the sum is right."
     )
 
 
@@ -85,9 +86,9 @@ def control(question: Question) -> tuple[str, dict[str, Any]]:
 _question: Question | None = None
 
 
-def _prepare(path: str, arrivals: str) -> None:
+def _prepare(question: Question) -> None:
     global _question
-    _question = Question(path, arrivals)
+    _question = question
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +122,10 @@ class Sweep:
     """Plays several settings, on all cores. A context manager."""
 
     def __init__(self, question: Question, goals: dict[str, float] | None = None) -> None:
-        self._path, self._arrivals, self._goals = str(question.reader.path), question.arrivals, goals or {}
-        self._pool = ProcessPoolExecutor(min(8, os.cpu_count() or 1), None, _prepare, (self._path, self._arrivals))
+        played = copy(question)
+        del played.reader  # the processes need not read the file
+        self._goals = goals or {}
+        self._pool = ProcessPoolExecutor(min(8, os.cpu_count() or 1), None, _prepare, (played,))
 
     def __enter__(self) -> Sweep:
         return self

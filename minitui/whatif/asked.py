@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from engine.errors import EngineError
 from engine.trace.kind import Reader, Record, kind_of, named
@@ -20,6 +21,7 @@ from engine.trace.state import State
 from engine.trace.views import RequestView
 from minitui.trace.play_clock import PlayClock
 from minitui.trace.reader import TraceReader
+from minitui.viewmodel.history.steps import Steps
 
 UNKNOWN = 1 << 26  # ids from here on stand for tokens that the recording does not tell
 MOST_UNKNOWN = (1 << 31) - UNKNOWN - 2
@@ -67,41 +69,54 @@ class Recorded:
     warm: list[tuple[array[int], int]]
     block_size: int
     hidden: bool  # the ids stand for texts, and are no tokens: drafts cannot be made from them
-    seconds: float
+    steps: Steps  # the last ones
     notes: list[str]
-    unknown: Iterator[int]
+    unknown: int  # the first id that no text has
 
-    def ids(self, asked: Asked) -> list[int]:
-        """Returns the ids of a prompt and its reply."""
+    def ids(self, asked: Asked, unknown: Iterator[int]) -> list[int]:
+        """Returns the ids of a prompt and its reply; `unknown`: ids for the tokens that are not known."""
         known = asked.known[: asked.total].tolist()
-        return known + list(itertools.islice(self.unknown, asked.total - len(known)))
+        return known + list(itertools.islice(unknown, asked.total - len(known)))
+
+
+Kept = Iterable[tuple[dict[str, Any] | None, Iterable[Record]]]
+"""Records in order, in pieces. A snapshot comes where records are missing before it, and with the first piece."""
 
 
 def asked_in(reader: TraceReader) -> Recorded:
     """Returns what was asked in a recording. Raises TraceError if a part of the file cannot be read, and EngineError if
     it has no requests."""
-    hidden = _hides_texts(reader)
     exact = not reader.info.engine and not reader.info.overlap
+    hidden = hides_texts((part.snapshot, part.records) for part, _ in reader.parts())
+    kept = ((None if missing is None else part.snapshot, part.records) for part, missing in reader.parts())
+    recorded = asked_of(kept, hidden, exact)
+    if not recorded.requests:
+        raise EngineError(f"{reader.path} has no requests: there is nothing to play")
+    return recorded
+
+
+def asked_of(kept: Kept, hidden: bool, exact: bool) -> Recorded:
+    """Returns what was asked in these records. `exact`: the engine is minitui's, and its steps do not overlap."""
     taken: dict[int, Asked] = {}
+    steps = Steps()
     folding: _Folding | None = None
     warm: list[tuple[array[int], int]] = []
-    gaps = 0
-    for part, missing in reader.parts():
-        if missing is not None:
+    gaps = -1
+    for snapshot, records in kept:
+        if snapshot is not None:
+            base = 0.0
             if folding is not None:
-                gaps += 1
                 folding.close()
-            base = 0.0 if folding is None else folding.clock.now
-            folding = _Folding(State.from_snapshot(part.snapshot), base, taken, hidden, exact)
+                base = folding.clock.now
+            gaps += 1
+            folding = _Folding(State.from_snapshot(snapshot), steps, base, taken, hidden, exact)
             warm = warm if gaps else folding.cached()
         assert folding is not None
-        for record in part.records:
+        for record in records:
             folding.take(record)
     assert folding is not None
     folding.close()
     requests = sorted(taken.values(), key=lambda one: (one.at, one.id))
-    if not requests:
-        raise EngineError(f"{reader.path} has no requests: there is nothing to play")
     _find_chats(requests, folding.state.block_size)
     notes = []
     if gaps:
@@ -110,28 +125,31 @@ def asked_in(reader: TraceReader) -> Recorded:
         notes.append("windows and recurrent states are not played: with them, a hit can be shorter")
     if hidden:
         notes.append("texts are hidden: what was evicted and computed again counts as another text")
-    numbers = itertools.count(UNKNOWN + folding.numbered)
-    return Recorded(requests, warm, folding.state.block_size, hidden, folding.clock.now, notes, numbers)
+    return Recorded(requests, warm, folding.state.block_size, hidden, steps, notes, UNKNOWN + folding.numbered)
 
 
-def _hides_texts(reader: TraceReader) -> bool:
-    """Returns True if the ids of the first texts of a recording are no tokens: all are equal, or there are none."""
+def hides_texts(kept: Kept) -> bool:
+    """Returns True if the ids of the first texts are no tokens: all are equal, or there are none."""
     seen: set[int] = set()
-    for view in reader.part(0).snapshot["nodes"].values():
-        seen.update(view["ids"])
-    for record in reader.records():
-        if len(seen) > 1:
-            return False
-        if kind_of(record) in ("insert", "extend"):
-            seen.update(named(record).ids)
+    for snapshot, records in kept:
+        for view in snapshot["nodes"].values() if snapshot is not None else ():
+            seen.update(view["ids"])
+        for record in records:
+            if len(seen) > 1:
+                return False
+            if kind_of(record) in ("insert", "extend"):
+                seen.update(named(record).ids)
     return len(seen) <= 1
 
 
 class _Folding(Reader):
     """Folds records, and takes what each request asked from the state before it loses its blocks."""
 
-    def __init__(self, state: State, base: float, taken: dict[int, Asked], hidden: bool, exact: bool) -> None:
-        self.state, self.taken, self._exact = state, taken, exact
+    def __init__(
+        self, state: State, steps: Steps, base: float, taken: dict[int, Asked], hidden: bool, exact: bool
+    ) -> None:
+        self.state, self.taken, self._steps, self._exact = state, taken, steps, exact
+        steps.adopt(state)
         self.clock = PlayClock(state.t, base, state, pause=0.0, idle=inf)
         self._salts: dict[int, int] = {}  # the first block of a text -> its salt
         self._hidden = hidden
@@ -151,6 +169,7 @@ class _Folding(Reader):
             self._started = True
             self.clock._t = record[1]  # the snapshot before the first record has no time
         self.clock.advance(record)
+        self._steps.read(record)
         self.read(record)
         self.state.apply(record)
         if kind_of(record) == "submit":

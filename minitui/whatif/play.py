@@ -7,18 +7,19 @@ the tokens that the recording has, and a virtual clock advances by what a step c
 from __future__ import annotations
 
 import heapq
-import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count as numbers
+from operator import gt
 from pathlib import Path
 
 import numpy as np
 
+from engine.config import MOST_SPECULATIVE_TOKENS
 from engine.core.engine import Engine
 from engine.core.request import Grammar, Request
 from engine.core.step import Emitted, StepPlan, StepResult
-from engine.core.step_clock import StepClock
+from engine.core.step_clock import StepClock, StepTimes
 from engine.errors import EngineError, InvalidRequest
 from engine.info import EngineInfo
 from engine.params import SamplingParams
@@ -27,13 +28,15 @@ from engine.trace.side_pool import SideGroup
 from minitui.text import count
 from minitui.trace.recorder import Recorder
 from minitui.viewmodel.compare.figures import RunFigures
+from minitui.viewmodel.explain.cost_model import FEATURES
 from minitui.viewmodel.history.steps import IDLE_SHOWN
 from minitui.viewmodel.history.tokens import percentiles
 from minitui.whatif.asked import Asked, Recorded
-from minitui.whatif.cost import BEYOND, SEED, Costs, beyond
+from minitui.whatif.cost import Costs, Deviations, beyond, kind_of_step, work_of
 from minitui.whatif.settings import Setting
 
 STOP = (1 << 31) - 2  # the id that ends a reply
+AFTER = MOST_SPECULATIVE_TOKENS + 2  # tokens that are drawn after the last one of a reply, at most
 EARLIER_STEPS = 16  # steps without cost, in which requests that ran before the recording take their place
 ARRIVALS = ("recorded", "closed")
 """recorded: each request comes when it came; closed: as long after the answer before it in its chat as it did."""
@@ -74,14 +77,17 @@ class Device:
     def __init__(self, setting: Setting) -> None:
         self.num_blocks, self.block_size = setting.blocks + 1, setting.block_size
         self.now = 1.0
-        self.costs: Costs | None = None  # None: steps take no time
-        self.most = np.zeros(8)
+        self._costs: Costs | None = None  # None: steps take no time
+        self.most = [0.0] * len(FEATURES)
         self.extrapolated = 0  # steps with more work of some kind than any recorded step
-        self.replies: dict[int, list[int]] = {}  # request -> its prompt and reply
+        self.replies: dict[int, list[int]] = {}  # request -> its prompt and reply, and the end that may follow
         self.running: Callable[[], Iterable[Request]]
         self._rows: dict[int, list[int]] = {}
         self._launched = 0.0  # ms of the launches since the last results
-        self._chance = random.Random(SEED)
+
+    def charge(self, costs: Costs) -> None:
+        """Let the following steps take time."""
+        self._costs, self._deviations, self._limits = costs, Deviations(costs), costs.limits
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> Launch:
         """Draw the known tokens, and say when the step ends."""
@@ -89,46 +95,45 @@ class Device:
             joined = {settings.row for settings in plan.joins}
             self._rows.update({r.row: self.replies[r.id] for r in self.running() if r.row in joined})
         rows, ends, n, k = plan.rows.tolist(), (plan.starts + plan.q_lens).tolist(), plan.num_decodes, plan.num_decoding
-        ids = [-1] * len(rows)
         known = self._rows
-        for i, (row, end, samples) in enumerate(zip(rows, ends, plan.samples.tolist(), strict=True)):
-            if samples and not n <= i < k:
-                text = known[row]
-                ids[i] = text[end] if end < len(text) else STOP
+        ids = [known[row][end] for row, end in zip(rows[:n], ends[:n], strict=True)]
+        ids += [-1] * (k - n)
+        for row, end, samples in zip(rows[k:], ends[k:], plan.samples[k:].tolist(), strict=True):
+            ids.append(known[row][end] if samples else -1)
         result = StepResult(ids)
         for i, draft in plan.drafts() if k > n else ():
             text, end = known[rows[i]], ends[i]
-            drawn = text[end - len(draft) : end + 1]
-            result.checked[i] = drawn + [STOP] * (len(draft) + 1 - len(drawn))
-        return Launch(self, result, self._cost(plan))
+            result.checked[i] = text[end - len(draft) : end + 1]
+        return Launch(self, result, *self._cost(plan))
 
-    def _cost(self, plan: StepPlan) -> float:
-        """Note what the launch of a step costs; return what the step costs beside it, in ms."""
-        costs = self.costs
+    def _cost(self, plan: StepPlan) -> tuple[float, int]:
+        """Note what the launch of a step costs; return what the step costs beside it, in ms, and its kind."""
+        costs = self._costs
         if costs is None:
-            return 0.0
-        work = costs.work(plan)
-        np.maximum(self.most, work, out=self.most)
-        self.extrapolated += bool((work > BEYOND * costs.most).any())
-        self._launched += float(work @ costs.launched)
-        return float(work @ costs.own)
+            return 0.0, 0
+        work = work_of(plan)
+        self.most = list(map(max, self.most, work))
+        self.extrapolated += any(map(gt, work, self._limits))
+        own, launched = costs.of(work)
+        self._launched += launched
+        return own, kind_of_step(work)
 
-    def arrive(self, own: float) -> None:
+    def arrive(self, own: float, kind: int) -> None:
         """Advance the clock to the results of a step."""
         fitted, self._launched = own + self._launched, 0.0
-        if self.costs is not None:
-            self.now += fitted * self.costs.deviation(fitted, self._chance) / 1e3
+        if self._costs is not None:
+            self.now += fitted * self._deviations.of(kind, fitted) / 1e3
 
 
 class Launch:
     """A step on the simulated device. `own`: its cost in ms."""
 
-    def __init__(self, device: Device, result: StepResult, own: float) -> None:
-        self._device, self._result, self._own = device, result, own
+    def __init__(self, device: Device, result: StepResult, own: float, kind: int) -> None:
+        self._device, self._result, self._own, self._kind = device, result, own, kind
 
     def wait(self) -> StepResult:
         """Wait until the virtual clock is at the step's end."""
-        self._device.arrive(self._own)
+        self._device.arrive(self._own, self._kind)
         return self._result
 
 
@@ -141,6 +146,10 @@ class PlayedClock(StepClock):
 
     def now(self) -> float:
         return self._device.now
+
+    def record(self, times: StepTimes, plan: StepPlan, result: StepResult, emitted: list[Emitted]) -> float:
+        """Record a step if records are kept."""
+        return super().record(times, plan, result, emitted) if self._log.enabled else 0.0
 
     def _reads_delays(self, worked_us: float) -> bool:
         return False
@@ -174,7 +183,7 @@ class Player:
         self._due: list[tuple[float, int, Asked]] = []
         self._leaves: list[tuple[float, int, int]] = []  # requests that end before their first token
         self._followers: dict[int, list[Asked]] = {}
-        self._order = numbers()
+        self._order, self._unknown = numbers(), numbers(recorded.unknown)
         self.snapshot: dict[str, object] = {}
         self.records: list[Record] = []
         self._traced = traced
@@ -182,7 +191,7 @@ class Player:
     def run(self) -> Player:
         """Play all requests; returns this player."""
         earlier = self._begin()
-        self.device.costs = self._costs
+        self.device.charge(self._costs)
         self.began = self.device.now
         self.snapshot = self.engine.snapshot()
         self.log.enabled = self._traced
@@ -246,7 +255,7 @@ class Player:
 
     def _submit(self, asked: Asked, begin: int = 0) -> None:
         """Submit a request; `begin`: its tokens so far, if its reply has begun."""
-        ids = self.recorded.ids(asked)
+        ids = self.recorded.ids(asked, self._unknown)
         params = SamplingParams(max_tokens=max(1, asked.most - (begin or asked.prompt)))
         try:
             request = self.engine.add_request(
@@ -262,7 +271,7 @@ class Player:
             ids[-1] = STOP
         elif asked.reply and asked.total > request.max_total:
             self.cut += 1
-        self.device.replies[request.id] = ids
+        self.device.replies[request.id] = ids + [STOP] * AFTER
         self.played[request.id] = Played(asked, request.submitted_at)
         if not asked.reply:
             stayed = (asked.ended or asked.at) - asked.at

@@ -104,6 +104,7 @@ FEATURES = (
 WITHOUT_PREFILL = np.array([not name.startswith("prefill") for name in FEATURES])
 SEVERAL = FEATURES.index("steps with several rows")
 ROWS = [FEATURES.index("rows"), FEATURES.index("draft tokens")]
+PREFILL_STEPS = FEATURES.index("prefill steps")
 PREFILL_TOKENS = FEATURES.index("prefill tokens")
 FIT_STEPS = 1_000  # the model is fitted to this many recent steps
 LEAST_STEPS = 12  # with fewer steps there is no model
@@ -144,8 +145,7 @@ class Windows:
     @property
     def with_prompts(self) -> np.ndarray:
         """Bool: the host launched a step with prompts."""
-        prefills = FEATURES.index("prefill steps")
-        return (self.ahead[:, prefills] > 0) | (self.here & (self.work[:, prefills] > 0))
+        return (self.ahead[:, PREFILL_STEPS] > 0) | (self.here & (self.work[:, PREFILL_STEPS] > 0))
 
 
 @dataclass(frozen=True, slots=True)
