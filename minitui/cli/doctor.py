@@ -37,10 +37,13 @@ def doctor(
     prefix: Annotated[
         str | None,
         typer.Option(
-            help="Say why requests did not find their beginning in the cache: a log of `minitui proxy`, or a "
-            "recording.",
-            metavar="FILE",
+            help="Say why requests did not find their beginning in the cache: a log of `minitui proxy`, a recording, "
+            "or the URL of a server (minitui serve, or vLLM with minitui's recorder).",
+            metavar="FILE|URL",
         ),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Of --prefix URL: watch the server for so long. Default: until Ctrl+C.")
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Of --prefix: print Markdown.")] = False,
     fail_below: Annotated[
@@ -57,6 +60,7 @@ def doctor(
       minitui doctor
       minitui doctor --prefix run.jsonl --fail-below 0.8
       minitui doctor --prefix run.trace --markdown
+      minitui doctor --prefix http://localhost:8000 --seconds 60
 
     With --json, "fits" has the kinds of weights that fit into the memory, each with the least time of a token in ms;
     "weights" is the kind that a bfloat16 checkpoint gets by itself ("none": "dtype");
@@ -65,9 +69,9 @@ def doctor(
     if prefix is not None:
         from minitui.cli.prefix import run_doctor
 
-        raise typer.Exit(run_doctor(prefix, json, markdown, fail_below))
-    if markdown or fail_below is not None:
-        raise EngineError("--markdown and --fail-below belong to --prefix")
+        raise typer.Exit(run_doctor(prefix, seconds, json, markdown, fail_below))
+    if markdown or fail_below is not None or seconds is not None:
+        raise EngineError("--markdown, --fail-below and --seconds belong to --prefix")
     found = examine()
     print(json_text(found, indent=2) if json else "\n".join(report(found)))
 

@@ -45,6 +45,7 @@ AROUND = 24  # characters around a difference in which a date is looked for
 SHOWN = 60  # characters of a diff
 CHARACTERS = 4.0  # of a token, if a server tells no number of tokens
 ROUNDING = 256  # tokens that a server may leave out because they fill no block
+RELATED = 0.5  # share of a part: two texts with more in common are versions of one text
 ALIKE = 0.05  # a server's count is the expected one within this share
 
 
@@ -95,7 +96,7 @@ def _one(turn: Turn, earlier: Sequence[Turn]) -> Finding:
     intact = sum(map(len, best.parts))
     whole = shared >= intact or shared >= size
     if not whole:
-        cause, found.where, found.before, found.after = _difference(turn, best, shared)
+        cause, found.where, found.before, found.after = difference(turn.parts, best.parts)
         # What the ancestor has after the difference, and this request has, too, is computed again.
         again = min(intact, size) - shared
         if cause and again > 0:
@@ -132,20 +133,18 @@ def _shared(a: Sequence[Part], b: Sequence[Part]) -> int:
     return n
 
 
-def _difference(turn: Turn, best: Turn, shared: int) -> tuple[str, str, str, str]:
+def difference(parts: Sequence[Part], earlier: Sequence[Part]) -> tuple[str, str, str, str]:
     """Returns (cause, where, text before, text now) of the first difference. The cause is empty where the request ends
     in another way than its ancestor: that is another question, not a change of what came before."""
     i = next(
-        (i for i, (a, b) in enumerate(zip(turn.parts, best.parts, strict=False)) if a != b),
-        min(len(turn.parts), len(best.parts)),
+        (i for i, (a, b) in enumerate(zip(parts, earlier, strict=False)) if a != b), min(len(parts), len(earlier))
     )
-    now = turn.parts[i] if i < len(turn.parts) else Part("end")
-    was = best.parts[i] if i < len(best.parts) else Part("end")
+    now = parts[i] if i < len(parts) else Part("end")
+    was = earlier[i] if i < len(earlier) else Part("end")
     at = now.common(was)
     where = f"part {i + 1} ({now.kind if now.kind == was.kind else f'{was.kind}, now {now.kind}'}), character {at:,}"
     shown = (_excerpt(was, at), _excerpt(now, at))
-    cause = _cause(turn.parts, best.parts, i, at)
-    return cause, where, *shown
+    return _cause(parts, earlier, i, at), where, *shown
 
 
 def _excerpt(part: Part, at: int) -> str:
@@ -157,12 +156,13 @@ def _excerpt(part: Part, at: int) -> str:
 def _cause(parts: Sequence[Part], earlier: Sequence[Part], i: int, at: int) -> str:
     now = parts[i] if i < len(parts) else None
     was = earlier[i] if i < len(earlier) else None
-    if (now is not None and now.kind == "tool") or (was is not None and was.kind == "tool"):
-        tools, before = ([p for p in each if p.kind == "tool"] for each in (parts, earlier))
-        alike = sorted(map(_key, tools)) == sorted(map(_key, before))
-        return "tools reordered" if alike else "tools changed"
     if was is None or now is None:
         return "history shortened" if now is None and i else ""
+    if not _same_conversation(parts, earlier, i, at):
+        return ""
+    if "tool" in (now.kind, was.kind):
+        tools, before = (sorted(_key(p) for p in each if p.kind == "tool") for each in (parts, earlier))
+        return "tools reordered" if tools == before else "tools changed"
     if was.kind == "thinking" and now.kind != "thinking":
         return "thinking removed"
     value = _changing(was, now, at)
@@ -183,9 +183,26 @@ def _cause(parts: Sequence[Part], earlier: Sequence[Part], i: int, at: int) -> s
     return value or "history changed"
 
 
+def _same_conversation(parts: Sequence[Part], earlier: Sequence[Part], i: int, at: int) -> bool:
+    """Returns whether two prompts that differ from part `i` on belong together: a later part is the same, or most of
+    this part. Others only begin alike, such as two chats with one system prompt."""
+    left = {_key(part) for part in earlier[i:]}
+    if any(_key(part) in left for part in parts[i:]):
+        return True
+    was, now = earlier[i], parts[i]
+    alike = at + (0 if was.hidden else _alike_at_end(was.text[at:], now.text[at:]))
+    return was.kind == now.kind and alike >= RELATED * max(len(was), len(now))
+
+
 def _continues(parts: Sequence[Part], earlier: Sequence[Part], i: int) -> bool:
     """True if the request has more messages than its ancestor, whose last message it changed."""
     return len(parts) > len(earlier) and parts[i].kind == earlier[i].kind and len(earlier) > 1
+
+
+def _alike_at_end(a: str, b: str) -> int:
+    """Returns the number of equal characters at the end of two texts."""
+    return next((n for n, (x, y) in enumerate(zip(reversed(a), reversed(b), strict=False)) if x != y),
+                min(len(a), len(b)))  # fmt: skip
 
 
 def _key(part: Part) -> tuple[str, str, tuple[str, ...]]:
@@ -197,10 +214,7 @@ def _changing(was: Part, now: Part, at: int) -> str:
     if was.hidden or now.hidden or was.kind != now.kind:
         return ""
     a, b = was.text, now.text
-    end = 0
-    most = min(len(a), len(b)) - at
-    while end < most and a[-1 - end] == b[-1 - end]:
-        end += 1
+    end = _alike_at_end(a[at:], b[at:])
     low = max(0, at - AROUND)
     spans = (text[low : len(text) - end + AROUND] for text in (a, b))
     middle = [text[at : len(text) - end] for text in (a, b)]

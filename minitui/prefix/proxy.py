@@ -1,226 +1,337 @@
 """A proxy in front of an OpenAI- or Anthropic-like server, which notes the prompts of its requests in a log.
 
-Bytes pass in both directions as they come. Headers with keys pass, too, and are never stored. The log is written after
-an answer has ended, so a client waits for nothing but the way through this process. Bodies of requests are bounded; of
-an answer only its first and last bytes are kept, to read what the server says about its cache.
+Bytes of bodies pass in both directions as they come, framing included, and are read only after they were passed on.
+Headers about one connection are the proxy's own; all others pass, keys too, which are never stored. A connection to the
+server serves one request after the other, of any client. Of an answer, only the first and last bytes are kept, to read
+what the server says about its cache.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import secrets
+import asyncio
+import re
+import ssl
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
+from contextlib import suppress
 from urllib.parse import urlsplit
 
-import httpx
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+import h11
 
-from engine.errors import EngineError
-from minitui.prefix.session import FORMAT, Turn, parts_of
+from minitui.prefix.log import Answer, Log, LogFile
 from minitui.protocol import is_loopback
 
-logger = logging.getLogger("minitui")
-MOST_BODY = 64 << 20  # bytes of a request
-KEPT = 256 << 10  # bytes kept of an answer's begin, and of its end
-WHOLE = 8 << 20  # bytes: a JSON answer of at most this size is read whole
-PROMPTS = ("/chat/completions", "/completions", "/responses", "/messages")  # ends of paths whose requests have prompts
-# Headers about one connection; the others pass. Compressed answers could not be read.
+MOST_BODY = 64 << 20  # bytes of a request in the log; a larger one passes and is not noted
+MOST_HEAD = 256 << 10  # bytes of all headers
+CHUNK = 256 << 10  # bytes read at once
+MOST_LINE = 4096  # bytes of a line between chunks
+SIZE = re.compile(rb"[0-9a-fA-F]{1,15}")
+CONNECT_S = 10.0
+REUSED_S = 4.0  # an idle connection is used again within this time: servers close theirs after 5 s, or later
+MOST_IDLE = 64  # connections
+PROMPTS = (b"/chat/completions", b"/completions", b"/responses", b"/messages")  # ends of paths with prompts
+# Headers about one connection. Compressed answers could not be read.
 HOP = frozenset((
-    "host", "connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade",
-    "content-length", "accept-encoding",
+    b"connection", b"keep-alive", b"proxy-connection", b"te", b"upgrade", b"proxy-authenticate", b"proxy-authorization",
 ))  # fmt: skip
-REPLICA = ("x-data-parallel-rank", "x-served-by", "x-replica")  # headers in which an answer names its replica
+OWN = HOP | {b"host", b"accept-encoding"}  # of a request
+REPLICA = (b"x-data-parallel-rank", b"x-served-by", b"x-replica")  # headers in which an answer names its replica
 
-
-class Log:
-    """Writes the log. `hide`: texts are stored as keyed hashes of their pieces."""
-
-    def __init__(self, path: Path, hide: bool) -> None:
-        self._key = secrets.token_bytes(32) if hide else b""
-        self._began = time.monotonic()
-        self._next = 0
-        try:
-            self._file = path.open("x", encoding="utf-8", errors="replace")
-        except FileExistsError:
-            raise EngineError(f"{path} exists: name another file with --log") from None
-        except OSError as error:
-            raise EngineError(f"{path} cannot be written: {error.strerror}") from None
-        path.chmod(0o600)
-        self._line(json.dumps({"format": FORMAT, "hidden": hide}))
-
-    def number(self) -> int:
-        """Returns the number of a request that has just arrived."""
-        self._next += 1
-        return self._next - 1
-
-    def write(self, number: int, at: float, body: bytes, answer: Answer) -> None:
-        """Write a request and what its answer told. A body that is no JSON object has no prompt."""
-        try:
-            data = json.loads(body)
-            if type(data) is not dict:
-                return
-            parts = parts_of(data)
-        except (ValueError, RecursionError):
-            return
-        if self._key:
-            parts = [part.hide(self._key) for part in parts]
-        prompt, cached = answer.usage()
-        self._line(Turn(
-            number, round(at - self._began, 3), parts, str(data.get("model", ""))[:200],
-            self._salt(str(data.get("cache_salt") or "")), answer.replica[:80], prompt, cached, answer.first_ms,
-        ).to_json())  # fmt: skip
-
-    def _salt(self, salt: str) -> str:
-        """Returns a name for a salt, which can be a secret: equal for equal salts."""
-        names = self.__dict__.setdefault("_salts", {})
-        return names.setdefault(salt, f"salt {len(names) + 1}") if salt else ""
-
-    def _line(self, text: str) -> None:
-        try:
-            self._file.write(text + "\n")
-            self._file.flush()
-        except OSError as error:  # the client must not notice
-            logger.warning("the log cannot be written: %s", error.strerror)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-class Answer:
-    """What is kept of an answer."""
-
-    def __init__(self, response: httpx.Response, began: float) -> None:
-        self.first_ms: float | None = None
-        self.replica = next((response.headers[name] for name in REPLICA if name in response.headers), "")
-        self._json = "json" in response.headers.get("content-type", "")
-        self._began, self._head, self._tail = began, bytearray(), bytearray()
-
-    def add(self, chunk: bytes) -> None:
-        """Note the next bytes."""
-        if self.first_ms is None:
-            self.first_ms = round((time.monotonic() - self._began) * 1e3, 3)
-        most = WHOLE if self._json else KEPT
-        room = most - len(self._head)
-        self._head += chunk[: max(0, room)]
-        if len(chunk) > room:
-            self._tail += chunk[max(0, room) :]
-            del self._tail[:-KEPT]
-
-    def usage(self) -> tuple[int | None, int | None]:
-        """Returns (prompt tokens, cached ones), as the server tells; None: it does not."""
-        texts = [bytes(self._head)] if self._json else [*self._head.split(b"\n"), *self._tail.split(b"\n")]
-        prompt = cached = None
-        for text in texts:
-            line = text.removeprefix(b"data:").strip()
-            if b'"usage"' not in line or not line.startswith(b"{"):
-                continue
-            try:
-                data = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            found = _usage(data)
-            prompt = found[0] if found[0] is not None else prompt
-            cached = found[1] if found[1] is not None else cached
-        return prompt, cached
-
-
-def _usage(data: Any) -> tuple[int | None, int | None]:
-    for each in (data, *(data.get(name) for name in ("response", "message"))):
-        usage = each.get("usage") if isinstance(each, dict) else None
-        if not isinstance(usage, dict):
-            continue
-        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        prompt = usage.get("prompt_tokens", usage.get("input_tokens"))
-        if "cache_read_input_tokens" in usage:  # Anthropic's input_tokens are those after the cached ones
-            cached = usage["cache_read_input_tokens"]
-            parts = (prompt, cached, usage.get("cache_creation_input_tokens") or 0)
-            prompt = sum(parts) if all(map(_number, parts)) else None
-        return prompt if _number(prompt) and prompt else None, cached if _number(cached) else None
-    return None, None
-
-
-def _number(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 40
+Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Headers = list[tuple[bytes, bytes]]
 
 
 class Proxy:
-    """The ASGI application."""
+    """`serve` is called for each connection of a client, as by asyncio.start_server."""
 
-    def __init__(self, to: str, log: Log, client: httpx.AsyncClient | None = None) -> None:
-        self.log = log
-        self._to = to.rstrip("/")
-        timeout = httpx.Timeout(None, connect=10.0)
-        self.client = client or httpx.AsyncClient(
-            timeout=timeout, limits=httpx.Limits(max_connections=None), follow_redirects=False,
-            trust_env=not is_loopback(urlsplit(to).hostname or ""),
-        )  # fmt: skip
+    def __init__(self, to: str, log: Log | LogFile) -> None:
+        url = urlsplit(to)
+        self._to, self._base, self._tls = to, url.path.rstrip("/").encode(), url.scheme == "https"
+        self._host, self._port = url.hostname or "", url.port or (443 if self._tls else 80)
+        self._netloc = url.netloc.rpartition("@")[2].encode("idna" if not url.netloc.isascii() else "ascii")
+        self._log, self._began, self._requests = log, time.monotonic(), 0
+        self._context: ssl.SSLContext | None = None
+        self._closed = False
+        self.open = 0  # requests whose answers have not ended
+        self._idle: list[tuple[float, Pipe]] = []  # the one used last at the end
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._lifespan(receive, send)
-        elif scope["type"] == "http":
-            request = Request(scope, receive)
-            try:
-                response = await self._answer(request)
-            except ClientDisconnect:
-                return
-            await response(scope, receive, send)
-
-    async def _lifespan(self, receive: Receive, send: Send) -> None:
-        while True:
-            kind = (await receive())["type"]
-            if kind == "lifespan.shutdown":
-                await self.client.aclose()
-                self.log.close()
-            await send({"type": f"{kind}.complete"})
-            if kind == "lifespan.shutdown":
-                return
-
-    async def _answer(self, request: Request) -> Response:
-        host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-        if not is_loopback(host) or "origin" in request.headers:
-            return PlainTextResponse("this proxy serves programs on this machine, not web pages\n", 403)
-        began = time.monotonic()
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MOST_BODY:
-                return PlainTextResponse(f"the body has more than {MOST_BODY:,} bytes\n", 413)
-        query = request.scope["query_string"].decode("latin-1")
-        url = self._to + request.scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
-        headers = [(k, v) for k, v in request.headers.raw if k.decode("latin-1").lower() not in HOP]
-        headers.append((b"accept-encoding", b"identity"))
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass the requests of a client on, until one of both sides ends its connection."""
+        data: bytes | None = b""
         try:
-            sent = self.client.build_request(request.method, url, headers=headers, content=bytes(body))
-            response = await self.client.send(sent, stream=True)
-        except httpx.HTTPError as error:
-            return PlainTextResponse(f"{self._to} cannot be reached: {type(error).__name__}\n", 502)
-        noted = request.method == "POST" and request.url.path.endswith(PROMPTS) and response.status_code < 400
-        number = self.log.number() if noted else -1
-        passed = StreamingResponse(self._stream(response, number, began, bytes(body)), response.status_code)
-        passed.raw_headers = [
-            (k.lower(), v) for k, v in response.headers.raw
-            if k.decode("latin-1").lower() not in HOP or k.lower() == b"content-length"
-        ]  # fmt: skip
-        return passed
-
-    async def _stream(
-        self, response: httpx.Response, number: int, began: float, body: bytes
-    ) -> AsyncIterator[bytes]:
-        answer = Answer(response, began)
-        try:
-            async for chunk in response.aiter_raw():
-                answer.add(chunk)
-                yield chunk
+            while data is not None:
+                data = await self._exchange((reader, writer), data)
+        except h11.RemoteProtocolError as error:
+            writer.write(_plain(error.error_status_hint, f"this is not HTTP: {error}"))
+        except (OSError, asyncio.CancelledError):
+            pass  # the client is gone, or the proxy ends: asyncio would print the error of this task
         finally:
-            await response.aclose()
-            if number >= 0:
-                self.log.write(number, began, body, answer)
+            with suppress(OSError):
+                writer.close()
+                await writer.wait_closed()
+
+    def close(self) -> None:
+        """Close the idle connections to the server; the others follow after their answers."""
+        self._closed = True
+        for _, (_, writer) in self._idle:
+            writer.close()
+
+    async def _exchange(self, client: Pipe, data: bytes) -> bytes | None:
+        """Pass one request and its answer; `data`: bytes of it that were read before. Returns bytes of the next request
+        that were read with it; None: the client's connection ends."""
+        parser = h11.Connection(h11.SERVER, MOST_HEAD)
+        request = await _next_head(parser, client[0], data)
+        if not isinstance(request, h11.Request):
+            return None
+        noted = _Noted(request, self._requests, time.monotonic())
+        if refusal := _refusal(request):
+            client[1].write(refusal)
+            return None
+        self._requests += 1
+        self.open += 1
+        try:
+            return await self._pass(client, parser, request, noted)
+        finally:
+            self.open -= 1
+
+    async def _pass(self, client: Pipe, parser: h11.Connection, request: h11.Request, noted: _Noted) -> bytes | None:
+        try:
+            server = await self._connect()
+        except (OSError, TimeoutError) as error:
+            client[1].write(_plain(502, f"{self._to} cannot be reached: {type(error).__name__}"))
+            return None
+        headers = [(b"Host", self._netloc), *_passed(request, OWN), (b"Accept-Encoding", b"identity")]
+        line = b"%s %s%s HTTP/%s\r\n" % (request.method, self._base, request.target, request.http_version)
+        body = _Body(request, 0)
+        head, begin = line + _lines(headers), parser.trailing_data[0]
+        sending = asyncio.create_task(_send(head, begin, client[0], server[1], body, noted))
+        answering = asyncio.create_task(_answer(server[0], client[1], noted))
+        keep = False
+        try:
+            await asyncio.wait((sending, answering), return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                if isinstance(sending.exception(), h11.RemoteProtocolError) or sending.result() is None:
+                    return None  # the client is gone, or does not speak HTTP
+                await asyncio.wait((answering,))
+            broken = answering.exception()
+            if broken is not None and noted.status is None:
+                client[1].write(_plain(502, f"{self._to} did not answer in HTTP: {broken or type(broken).__name__}"))
+            keep = broken is None and body.ended and answering.result()
+            if broken is not None or not body.ended or noted.closes:
+                return None
+            return sending.result() if sending.done() else b""
+        finally:
+            for task in (sending, answering):
+                task.cancel()
+            await asyncio.gather(sending, answering, return_exceptions=True)
+            self._release(server, keep)
+            if noted.prompt and noted.answer is not None:
+                at = round(noted.began - self._began, 3)
+                self._log.write(noted.number, at, bytes(noted.body), noted.answer)
+
+    async def _connect(self) -> Pipe:
+        """Returns a connection to the server: one that is idle, or a new one. Raises OSError or TimeoutError."""
+        while self._idle:
+            since, (reader, writer) = self._idle.pop()
+            if not reader.at_eof() and not writer.is_closing() and time.monotonic() - since < REUSED_S:
+                return reader, writer
+            writer.close()
+        if self._tls and self._context is None:
+            self._context = ssl.create_default_context()
+        opening = asyncio.open_connection(self._host, self._port, ssl=self._context, limit=CHUNK)
+        return await asyncio.wait_for(opening, CONNECT_S)
+
+    def _release(self, server: Pipe, keep: bool) -> None:
+        if keep and not self._closed and len(self._idle) < MOST_IDLE:
+            self._idle.append((time.monotonic(), server))
+        else:
+            server[1].close()
+
+
+class _Noted:
+    """What is kept of a request and its answer. `prompt`: the request has one. `status`: of the answer; None: it has
+    not begun. `closes`: the client's connection ends with the answer."""
+
+    def __init__(self, request: h11.Request, number: int, began: float) -> None:
+        self.request, self.number, self.began = request, number, began
+        self.prompt = request.method == b"POST" and request.target.partition(b"?")[0].endswith(PROMPTS)
+        self.closes = request.http_version != b"1.1" or b"close" in _connection(request)
+        self.body = bytearray()
+        self.status: int | None = None
+        self.answer: Answer | None = None
+
+    def add(self, data: bytes) -> None:
+        """Note the next bytes of the request."""
+        self.prompt &= len(self.body) + len(data) <= MOST_BODY
+        if self.prompt:
+            self.body += data
+
+
+class _Body:
+    """The data of a body, and where it ends. `length`: of a body without a length; None: it ends with the connection.
+
+    `ended`: its end was read; `rest`: what was read after it.
+    """
+
+    def __init__(self, message: h11.Request | h11.Response, length: int | None) -> None:
+        names = dict(message.headers)
+        self._chunked = b"transfer-encoding" in names
+        given = names.get(b"content-length")
+        self.left = 0 if self._chunked else int(given) if given is not None else length  # bytes; None: unknown
+        self.ended = not self._chunked and self.left == 0
+        self.rest = b""
+        self._line = b""  # the beginning of a line between chunks
+        self._trailers = self._after = False
+
+    def add(self, data: bytes) -> list[bytes]:
+        """Returns the body's data in the next bytes; none of these: the end. Raises h11.RemoteProtocolError."""
+        if self.ended:
+            self.rest += data
+            return []
+        if not data:
+            if self.left is not None:
+                raise h11.RemoteProtocolError("the connection was closed before the end of a body")
+            self.ended = True
+            return []
+        if self._chunked:
+            return self._chunks(data)
+        if self.left is None:
+            return [data]
+        found, self.rest = data[: self.left], data[self.left :]
+        self.left -= len(found)
+        self.ended = not self.left
+        return [found]
+
+    def _chunks(self, data: bytes) -> list[bytes]:
+        found, at = [], 0
+        while at < len(data) and not self.ended:
+            if self.left:
+                found.append(data[at : at + self.left])
+                at += len(found[-1])
+                self.left -= len(found[-1])
+                continue
+            end = data.find(b"\n", at)
+            if end < 0 or end - at > MOST_LINE:
+                self._line += data[at:]
+                if len(self._line) > MOST_LINE:
+                    raise h11.RemoteProtocolError("a line between chunks is too long")
+                return found
+            line, self._line, at = (self._line + data[at:end]).strip(), b"", end + 1
+            if self._trailers:
+                self.ended = not line
+            elif self._after and not line:
+                self._after = False
+            else:
+                size = line.partition(b";")[0].strip()
+                if self._after or not SIZE.fullmatch(size):
+                    raise h11.RemoteProtocolError("a chunk has no size")
+                self.left = int(size, 16)
+                self._trailers, self._after = not self.left, bool(self.left)
+        self.rest = data[at:]
+        return found
+
+
+async def _next_head(parser: h11.Connection, reader: asyncio.StreamReader, data: bytes = b"") -> object:
+    """Returns the next request or response. Raises h11.RemoteProtocolError."""
+    if data:
+        parser.receive_data(data)
+    while (event := parser.next_event()) is h11.NEED_DATA:
+        parser.receive_data(await reader.read(CHUNK))
+    return event
+
+
+async def _send(
+    head: bytes, data: bytes, reader: asyncio.StreamReader, server: asyncio.StreamWriter, body: _Body, noted: _Noted
+) -> bytes | None:
+    """Pass a request to the server, and wait for what the client sends after it. Returns that; None: the client is
+    gone. `data`: what was read of its body. Raises h11.RemoteProtocolError."""
+    while True:
+        for part in body.add(data) if data else ():
+            noted.add(part)
+        with suppress(OSError):  # a server that takes no more of the body says why in its answer
+            server.write(head + data[: len(data) - len(body.rest)])
+            await server.drain()
+        if body.rest:
+            return body.rest
+        head, ended = b"", body.ended
+        try:
+            data = await reader.read(CHUNK)
+        except OSError:
+            return None
+        if not data or ended:
+            return data or None
+
+
+async def _answer(server: asyncio.StreamReader, client: asyncio.StreamWriter, noted: _Noted) -> bool:
+    """Pass an answer to the client. Returns whether the server's connection can be used again. Raises OSError, or
+    h11.RemoteProtocolError if the answer is not complete."""
+    parser = h11.Connection(h11.CLIENT, MOST_HEAD)
+    parser.send(h11.Request(method=noted.request.method, target=b"/", headers=[(b"Host", b"server")]))
+    while True:
+        head = await _next_head(parser, server)
+        if not isinstance(head, h11.Response | h11.InformationalResponse):
+            raise h11.RemoteProtocolError("the connection was closed")
+        headers = _passed(head, HOP)
+        if isinstance(head, h11.Response):
+            break
+        client.write(_head(head, headers))
+    names, bare = dict(head.headers), noted.request.method == b"HEAD" or head.status_code in (204, 304)
+    body = _Body(h11.Response(status_code=200, headers=[]), 0) if bare else _Body(head, None)
+    noted.closes |= body.left is None
+    if noted.closes:
+        headers.append((b"Connection", b"close"))
+    noted.status = head.status_code
+    if head.status_code < 400:
+        replica = next((names[name] for name in REPLICA if name in names), b"")
+        noted.answer = Answer(b"json" in names.get(b"content-type", b""), replica.decode("latin-1"))
+    data = parser.trailing_data[0]
+    client.write(_head(head, headers) + data)
+    found = body.add(data) if data else []
+    while True:
+        if noted.answer is not None:
+            if found and noted.answer.first_ms is None:
+                noted.answer.first_ms = round((time.monotonic() - noted.began) * 1e3, 3)
+            noted.answer.add(b"".join(found))
+        await client.drain()
+        if body.ended:
+            noted.closes |= bool(body.rest)  # bytes that belong to no answer
+            reusable = head.http_version == b"1.1" and b"close" not in _connection(head)
+            return reusable and body.left is not None and not body.rest
+        data = await server.read(CHUNK)
+        client.write(data)
+        found = body.add(data)
+
+
+def _refusal(request: h11.Request) -> bytes:
+    """Returns the answer to a request that is not passed on; empty: it is."""
+    names = dict(request.headers)
+    host = urlsplit(f"//{names.get(b'host', b'').decode('latin-1')}").hostname or ""
+    if not is_loopback(host) or b"origin" in names:
+        return _plain(403, "this proxy serves programs on this machine, not web pages")
+    return b"" if request.target.startswith(b"/") else _plain(400, "the request's target must be a path")
+
+
+def _connection(message: h11.Request | h11.Response | h11.InformationalResponse) -> set[bytes]:
+    values = (value for name, value in message.headers if name == b"connection")
+    return {token.strip().lower() for value in values for token in value.split(b",")}
+
+
+def _passed(message: h11.Request | h11.Response | h11.InformationalResponse, own: frozenset[bytes]) -> Headers:
+    """Returns the headers that pass. Those that say where a body ends always do."""
+    kept = (own | _connection(message)) - {b"content-length", b"transfer-encoding"}
+    return [(name, value) for name, value in message.headers.raw_items() if name.lower() not in kept]
+
+
+def _head(answer: h11.Response | h11.InformationalResponse, headers: Headers) -> bytes:
+    return b"HTTP/1.1 %d %s\r\n" % (answer.status_code, answer.reason) + _lines(headers)
+
+
+def _lines(headers: Headers) -> bytes:
+    return b"".join(b"%s: %s\r\n" % header for header in headers) + b"\r\n"
+
+
+def _plain(status: int, text: str) -> bytes:
+    """Returns an answer of the proxy's own, the last one on its connection."""
+    body = f"{text}\n".encode()
+    length = str(len(body)).encode()
+    headers = [(b"Content-Type", b"text/plain"), (b"Content-Length", length), (b"Connection", b"close")]
+    return b"HTTP/1.1 %d \r\n" % status + _lines(headers) + body

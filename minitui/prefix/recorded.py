@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
-from minitui.prefix.diagnose import Finding
+import re
+from collections.abc import Callable, Iterator
+
+from engine.info import EngineInfo
+from engine.trace.kind import Record
+from minitui.prefix.diagnose import Finding, difference
+from minitui.prefix.session import Part
 from minitui.text import match_reason
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.compare.runs import recorded_view
 from minitui.viewmodel.explain.cost_model import DETERMINED, PREFILL_TOKENS, fit
 from minitui.viewmodel.history.steps import Steps
-from minitui.whatif.asked import Asked, asked_in
+from minitui.viewmodel.state.annotated_state import AnnotatedState
+from minitui.viewmodel.state.tree import ROLES
+from minitui.whatif.asked import Asked, Recorded, asked_in, asked_of, hides_texts
 
+INSIDE = re.compile(r"<tools>(?P<tools>.*?)</tools>|<think>(?P<thinking>.*?)</think>", re.S)
 STOPS = {"evicted": "eviction", "window": "window", "state": "checkpoint", "short": "too short for a block"}
 
 
-def findings_of(reader: TraceReader) -> list[Finding]:
-    """Returns a finding for each request that was admitted in a recording. Raises TraceError or EngineError."""
-    recorded = asked_in(reader)
-    cost = _token_ms(recorded_view(reader).history.steps)
+Decode = Callable[[list[int]], str]
+
+
+def findings_in(reader: TraceReader) -> list[Finding]:
+    """Returns the findings of a recording. Raises TraceError or EngineError."""
+    return findings_of(asked_in(reader), reader.decode)
+
+
+def findings_since(
+    first: AnnotatedState, records: Iterator[Record], info: EngineInfo, decode: Decode
+) -> list[Finding]:
+    """Returns the findings of a run that goes on: of the records since a state."""
+    kept = list(records)
+    snapshot = first.state.snapshot()
+    hidden, exact = hides_texts([(snapshot, kept)]), not info.engine and not info.overlap
+    return findings_of(asked_of([(snapshot, kept)], hidden, exact), decode)
+
+
+def findings_of(recorded: Recorded, decode: Decode) -> list[Finding]:
+    """Returns a finding for each request that was admitted. `decode`: returns the text of ids."""
+    cost = _token_ms(recorded.steps)
     size = recorded.block_size
     seen: dict[tuple[int, int], Asked] = {}  # (hash of a text up to a block's end, salt) -> the last request with it
     findings: list[Finding] = []
@@ -27,7 +52,7 @@ def findings_of(reader: TraceReader) -> list[Finding]:
             writing.remove((other, texts))
         hashes = _hashes(one, size)
         if one.match[0] and not one.before:
-            findings.append(_one(one, hashes, seen, size, reader))
+            findings.append(_one(one, hashes, seen, size, None if recorded.hidden else decode))
             if cost is not None:
                 findings[-1].seconds = findings[-1].lost * cost / 1e3
         _remember(seen, one, hashes[: one.prompt // size])
@@ -36,16 +61,18 @@ def findings_of(reader: TraceReader) -> list[Finding]:
 
 
 def _one(
-    one: Asked, hashes: list[int], seen: dict[tuple[int, int], Asked], size: int, reader: TraceReader
+    one: Asked, hashes: list[int], seen: dict[tuple[int, int], Asked], size: int, decode: Decode | None
 ) -> Finding:
     usable = hashes[: (one.prompt - 1) // size]
     own = _depth(usable, seen, one.salt)
     other = _depth(usable, seen, -1)
-    (stop, at, _), cached = one.match, one.cached
+    (stop, at, detail), cached = one.match, one.cached
     could = max(own, other) * size
     found = Finding(one.id, one.prompt, could, cached, 0, "first")
     if could == 0:
-        found.cause = "too short for a block" if stop == "short" and one.prompt > size else "first"
+        found.cause = STOPS["short"] if stop == "short" else "first"
+        if one.after is not None and decode is not None:
+            _changed(found, one, one.after, size, decode)
         return found
     ancestor = seen[usable[max(own, other) - 1], one.salt if own >= other else -1]
     found.ancestor, found.cause = ancestor.id, "none"
@@ -53,16 +80,39 @@ def _one(
     if lost >= size:
         found.lost = lost
         found.cause = "salt" if other > own and cached >= own * size else STOPS.get(stop, "unknown")
-        found.where = match_reason(stop, at)
-    elif one.after is not None and could < (one.after.prompt - 1) // size * size:
-        # The chat's own history does not go on as it was.
-        before = one.after.known[could : one.after.prompt]
-        now = one.known[could : one.prompt]
-        if before and now and before != now[: len(before)]:
-            found.cause, found.lost = "history changed", min(one.after.total, one.prompt) - could
-            found.ancestor, found.where = one.after.id, f"from token {could:,}"
-            found.before, found.after = (reader.decode(text[:16].tolist()) for text in (before, now))
+        found.where = match_reason(stop, at, cached, detail)
+    elif decode is not None:
+        for earlier in (one.after, ancestor):  # what its own chat said before explains most
+            if earlier is not None and not found.lost and could < (earlier.prompt - 1) // size * size:
+                _changed(found, one, earlier, size, decode)
     return found
+
+
+def _changed(found: Finding, one: Asked, earlier: Asked, size: int, decode: Decode) -> None:
+    """Note what a request changed of the prompt of an earlier one, if it did."""
+    now, before = (parts_of_text(decode(each.known[: each.prompt].tolist())) for each in (one, earlier))
+    cause, where, was, shown = difference(now, before)
+    again = min(earlier.prompt, one.prompt) - found.could
+    if cause and again >= size:
+        found.cause, found.lost, found.ancestor = cause, again, earlier.id
+        found.where, found.before, found.after = f"from token {found.could:,}, {where}", was, shown
+
+
+def parts_of_text(text: str) -> list[Part]:
+    """Returns the parts of a prompt as a template wrote it: messages, with tools and thinking by themselves."""
+    found, kind, at = [], "prompt", 0
+    for marker in [*ROLES.finditer(text), None]:
+        message = text[at : marker.start() if marker else len(text)]
+        last = 0
+        for piece in INSIDE.finditer(message):
+            found += [Part(kind, message[last : piece.start()])]
+            last = piece.end()
+            lines = (piece["tools"] or "").split("\n")
+            found += [Part("tool", line) for line in lines if line] or [Part("thinking", piece["thinking"])]
+        found.append(Part(kind, message[last:]))
+        if marker:
+            kind, at = next(name for name in marker.groups() if name), marker.end()
+    return [part for part in found if part.text.strip()]
 
 
 def _remember(seen: dict[tuple[int, int], Asked], one: Asked, hashes: list[int]) -> None:

@@ -65,14 +65,31 @@ def _could(one: Finding) -> int:
     return min(one.prompt, max(one.could + max(0, missing), one.cached or 0))
 
 
+def heading(summary: Summary) -> str:
+    """Returns "could have been cached: 78%    was cached: 68%"."""
+    cached = "unknown: the server does not tell" if summary.cached is None else f"{summary.cached:.0%}"
+    return f"could have been cached: {summary.could:.0%}    was cached: {cached}"
+
+
+def what_costs(summary: Summary) -> list[str]:
+    """Returns what cost most, and what to change."""
+    out = []
+    for costly in summary.causes[:MOST_CAUSES]:
+        seconds = "" if costly.seconds is None else f", {costly.seconds:.2f} s"
+        out.append(
+            f"{costly.cause}: {count(costly.tokens, 'token')}{seconds} in {count(costly.requests, 'request')}. "
+            f"Change: {CAUSES[costly.cause][1]}."
+        )
+    return out or ["No request lost its prefix."]
+
+
 def lines(findings: Sequence[Finding], source: str) -> list[str]:
     """Returns the report as lines of text."""
     summary = summarise(findings)
-    cached = "unknown: the server does not tell" if summary.cached is None else f"{summary.cached:.0%}"
     out = [
         f"{source}: {count(summary.requests, 'request')}, {count(summary.tokens, 'prompt token')}"
         + (" (estimated from characters)" if summary.estimated else ""),
-        f"could have been cached: {summary.could:.0%}    was cached: {cached}",
+        heading(summary),
         "",
     ]
     for one in findings:
@@ -87,15 +104,8 @@ def lines(findings: Sequence[Finding], source: str) -> list[str]:
         if one.before or one.after:
             out += [f"    - {visible_line(one.before)}", f"    + {visible_line(one.after)}"]
     if not summary.causes:
-        return [*out, "No request lost its prefix."]
-    out += ["", "What cost most:"]
-    for costly in summary.causes[:MOST_CAUSES]:
-        seconds = "" if costly.seconds is None else f", {costly.seconds:.2f} s"
-        out.append(
-            f"  {costly.cause}: {count(costly.tokens, 'token')}{seconds} in {count(costly.requests, 'request')}. "
-            f"Change: {CAUSES[costly.cause][1]}."
-        )
-    return out
+        return [*out, *what_costs(summary)]
+    return [*out, "", "What cost most:", *(f"  {line}" for line in what_costs(summary))]
 
 
 def markdown(findings: Sequence[Finding], source: str) -> str:

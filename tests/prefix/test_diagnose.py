@@ -162,6 +162,22 @@ def test_nothing_is_invented_in_sessions_without_a_fault(hidden):
         assert not any(finding.lost for finding in found)
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_nothing_is_invented_between_chats_and_agents_that_begin_alike(hidden):
+    """Chats with one system prompt, and agents whose system prompts begin with the same words, are no change."""
+    turns: list[Turn] = []
+    for chat in range(4):
+        s = Session(chat // 2, "openai", hidden)
+        s.random.seed(chat)
+        if chat == 3:
+            s.tools, s.system = s.tools[:1], "You are an agent. " + s.text(150)
+        for _ in range(3):
+            s.ask()
+        turns += s.turns
+    causes = [finding.cause for finding in diagnose(turns)]
+    assert set(causes) <= {"first", "none", "unknown"}, causes
+
+
 def test_hidden_texts_still_tell_the_kind_of_change():
     for cause in ("tools reordered", "tools changed", "system prompt changed", "history changed", "salt", "unknown"):
         found = session(7, cause, hidden=True)[3]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,7 +15,8 @@ import pytest
 from engine.errors import EngineError
 from minitui.prefix import proxy as proxy_module
 from minitui.prefix.diagnose import diagnose
-from minitui.prefix.proxy import Log, Proxy
+from minitui.prefix.log import Answer, Log, LogFile
+from minitui.prefix.proxy import Proxy
 from minitui.prefix.session import read_log
 
 KEY = "sk-very-secret"
@@ -21,36 +26,84 @@ STREAM = (
     b'"prompt_tokens_details": {"cached_tokens": 384}}}',
     b"\n\ndata: [DONE]\n\n",
 )
+CHUNKED = b"".join(b"%x;odd=1\r\n%s\r\n" % (len(part), part) for part in STREAM) + b"0\r\nX-Trailer: t\r\n\r\n"
+HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\nX-Data-Parallel-Rank: 3\r\n"
+    b"Set-Cookie: a=1\r\nSet-Cookie: b=2\r\nConnection: X-Hop\r\nX-Hop: 1\r\nKeep-Alive: timeout=5\r\n\r\n"
+)
+
+
+def whole(body: bytes, status: int = 200, kind: str = "application/json") -> bytes:
+    return f"HTTP/1.1 {status} Yes\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 class Upstream:
-    """A server that answers with these chunks, and notes what it got."""
+    """A server that answers each request with these bytes, piece by piece, and notes what it got. None: it waits."""
 
-    def __init__(self, chunks: tuple[bytes, ...] = STREAM, kind: bytes = b"text/event-stream", status: int = 200):
-        self.chunks, self.kind, self.status = chunks, kind, status
-        self.got: list[tuple[dict[bytes, bytes], str, bytes]] = []
+    def __init__(self, *pieces: bytes | None, closes: bool = False) -> None:
+        self.pieces = pieces or (HEAD + CHUNKED[:100], CHUNKED[100:])
+        self.closes = closes
+        self.got: list[tuple[bytes, dict[str, str], bytes]] = []
+        self.connections = 0
+        self.left = asyncio.Event()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        self.got.append((dict(scope["headers"]), scope["path"], body))
-        headers = [(b"content-type", self.kind), (b"x-data-parallel-rank", b"3")]
-        headers += [(b"set-cookie", b"a=1"), (b"set-cookie", b"b=2")]
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        for chunk in self.chunks:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                line, *lines = head.decode("latin-1").strip().split("\r\n")
+                headers = {k.lower(): v for k, v in (each.split(": ", 1) for each in lines)}
+                if headers.get("expect"):
+                    writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                if "transfer-encoding" in headers:
+                    body = await reader.readuntil(b"0\r\n\r\n")
+                self.got.append((line.encode(), headers, body))
+                for piece in self.pieces:
+                    if piece is None:
+                        await reader.read()
+                        raise ConnectionResetError
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                if self.closes:
+                    break
+        self.left.set()
+        writer.close()
 
 
-def through(upstream: Upstream, path: Any, hide: bool = False) -> tuple[httpx.AsyncClient, Log]:
-    log = Log(path, hide)
-    server = httpx.AsyncClient(transport=httpx.ASGITransport(upstream))
-    app = Proxy("http://server:1234/base", log, server)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8080"), log
+class Through(httpx.AsyncClient):
+    """A client of a proxy in front of an upstream."""
+
+    port: int
+
+    async def raw(self, data: bytes) -> bytes:
+        """Returns all that comes after these bytes were sent."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def through(upstream: Upstream | None, path: Path, hide: bool = False) -> AsyncIterator[Through]:
+    server = await asyncio.start_server(upstream or Upstream(), "127.0.0.1", 0)
+    log = LogFile(path, hide)
+    passing = Proxy(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/base", log)
+    if upstream is None:
+        server.close()
+    front = await asyncio.start_server(passing.serve, "127.0.0.1", 0, limit=proxy_module.CHUNK)
+    port = front.sockets[0].getsockname()[1]
+    async with Through(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as client:
+        client.port = port
+        yield client
+    front.close()
+    server.close()
+    passing.close()
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+    log.close()
 
 
 def asked(system: str = "Be brief.") -> dict[str, Any]:
@@ -58,29 +111,37 @@ def asked(system: str = "Be brief.") -> dict[str, Any]:
         {"role": "system", "content": system}, {"role": "user", "content": "What is a block?"}]}  # fmt: skip
 
 
+CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n%s\r\n{}"
+
+
 async def test_bytes_pass_unchanged_and_keys_are_not_stored(tmp_path):
-    upstream = Upstream()
-    client, log = through(upstream, tmp_path / "log")
-    headers = {"Authorization": f"Bearer {KEY}", "X-Api-Key": KEY, "Accept-Encoding": "gzip"}
-    answer = await client.post("/v1/chat/completions?trace=1", json=asked(), headers=headers)
+    upstream = Upstream(*(bytes([byte]) for byte in HEAD + CHUNKED))
+    headers = {
+        "Authorization": f"Bearer {KEY}", "X-Api-Key": KEY, "Accept-Encoding": "gzip", "Connection": "x-mine",
+        "X-Mine": "1", "Proxy-Authorization": KEY,
+    }  # fmt: skip
+    async with through(upstream, tmp_path / "log") as client:
+        answer = await client.post("/v1/chat/completions?trace=1", json=asked(), headers=headers)
+        raw = await client.raw(CHAT % b"Connection: close\r\n")
     assert answer.content == b"".join(STREAM)
     assert answer.headers.get_list("set-cookie") == ["a=1", "b=2"]
-    got, path, body = upstream.got[0]
-    assert got[b"authorization"].decode() == f"Bearer {KEY}" and got[b"accept-encoding"] == b"identity"
-    assert path == "/base/v1/chat/completions" and json.loads(body) == asked()
-    log.close()
+    assert not {"x-hop", "keep-alive"} & set(answer.headers)
+    assert raw.partition(b"\r\n\r\n")[2] == CHUNKED and b"\r\nSet-Cookie: a=1\r\n" in raw
+    line, got, body = upstream.got[0]
+    assert line == b"POST /base/v1/chat/completions?trace=1 HTTP/1.1" and json.loads(body) == asked()
+    assert got["authorization"] == f"Bearer {KEY}" and got["accept-encoding"] == "identity"
+    assert not {"x-mine", "proxy-authorization", "connection"} & set(got)
     text = (tmp_path / "log").read_text()
     assert KEY not in text and "tenant secret" not in text and "What is a block?" in text
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
-    (turn,) = read_log(tmp_path / "log")
+    turn = read_log(tmp_path / "log")[0]
     assert (turn.prompt, turn.cached, turn.replica, turn.adapter, turn.salt) == (400, 384, "3", "m", "salt 1")
 
 
 async def test_hidden_texts_are_not_in_the_log_and_still_compared(tmp_path):
-    client, log = through(Upstream(), tmp_path / "log", hide=True)
-    for system in ("word " * 100, "word " * 100, "word " * 50 + "other " * 50):
-        await client.post("/v1/chat/completions", json=asked(system))
-    log.close()
+    async with through(Upstream(), tmp_path / "log", hide=True) as client:
+        for system in ("word " * 100, "word " * 100, "word " * 50 + "other " * 50):
+            await client.post("/v1/chat/completions", json=asked(system))
     text = (tmp_path / "log").read_text()
     assert "word" not in text and "What" not in text
     hashes = json.loads(text.splitlines()[1])["parts"][0]["hashes"]
@@ -98,28 +159,107 @@ async def test_hidden_texts_are_not_in_the_log_and_still_compared(tmp_path):
     ("/v1/completions", {"prompt": "q"}, {"usage": {"prompt_tokens": "many"}}, (None, None)),
 ])  # fmt: skip
 async def test_what_servers_tell(path, body, usage, expected, tmp_path):
-    client, log = through(Upstream((json.dumps(usage).encode(),), b"application/json"), tmp_path / "log")
-    await client.post(path, json=body)
-    await client.get("/v1/models")
-    log.close()
+    async with through(Upstream(whole(json.dumps(usage).encode())), tmp_path / "log") as client:
+        await client.post(path, json=body)
+        await client.get("/v1/models")
     (turn,) = read_log(tmp_path / "log")
     assert (turn.prompt, turn.cached) == expected
     assert turn.parts
 
 
-async def test_what_is_refused_and_what_is_not_noted(tmp_path, monkeypatch):
+async def test_what_is_refused_and_what_is_not_noted(tmp_path):
     upstream = Upstream()
-    client, log = through(upstream, tmp_path / "log")
-    monkeypatch.setattr(proxy_module, "MOST_BODY", 1000)
-    assert (await client.post("/v1/chat/completions", content=b"x" * 1001)).status_code == 413
-    assert (await client.get("/v1/models", headers={"Host": "evil.example"})).status_code == 403
-    assert (await client.get("/v1/models", headers={"Origin": "http://localhost:8080"})).status_code == 403
-    assert not upstream.got
-    assert (await client.post("/v1/chat/completions", content=b"[" * 900)).content == b"".join(STREAM)
-    upstream.status = 500
-    assert (await client.post("/v1/chat/completions", json=asked())).status_code == 500
-    log.close()
+    async with through(upstream, tmp_path / "log") as client:
+        assert (await client.get("/v1/models", headers={"Host": "evil.example"})).status_code == 403
+        assert (await client.get("/v1/models", headers={"Origin": "http://localhost:8080"})).status_code == 403
+        assert b" 400 " in await client.raw(b"GET http://evil.example/ HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b" 400 " in await client.raw(b"nonsense\r\n\r\n")
+        assert b" 431 " in await client.raw(b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 60_000)
+        assert not upstream.got
+        assert (await client.post("/v1/chat/completions", content=b"[" * 900)).content == b"".join(STREAM)
+        upstream.pieces = (whole(b"{}", 500),)
+        assert (await client.post("/v1/chat/completions", json=asked())).status_code == 500
     assert read_log(tmp_path / "log") == []
+
+
+async def test_big_bodies_pass_and_the_largest_are_not_noted(tmp_path, monkeypatch):
+    monkeypatch.setattr(proxy_module, "MOST_BODY", 6 << 20)
+    upstream = Upstream(whole(b'{"usage": {"prompt_tokens": 9}}' + b" " * (9 << 20)))
+    bodies = [json.dumps(asked("word " * n)).encode() for n in (1 << 20, 2 << 20)]
+    async with through(upstream, tmp_path / "log") as client:
+        for body in bodies:
+            answer = await client.post("/v1/chat/completions", content=body)
+            assert len(answer.content) == (9 << 20) + 31
+        head = CHAT.partition(b"\r\nContent-Length")[0] + b"\r\nTransfer-Encoding: chunked\r\n"
+        await client.raw(head + b"Connection: close\r\n\r\n2;a\r\n{}\r\n0\r\n\r\n")
+    assert [got[2] for got in upstream.got] == [*bodies, b"2;a\r\n{}\r\n0\r\n\r\n"]
+    assert [(turn.number, turn.prompt) for turn in read_log(tmp_path / "log")] == [(0, 9), (2, 9)]
+
+
+async def test_connections_to_the_server_are_used_again(tmp_path):
+    upstream = Upstream()
+    async with through(upstream, tmp_path / "log") as client:
+        for _ in range(3):
+            assert (await client.raw(CHAT % b"Connection: close\r\n")).endswith(CHUNKED)
+        assert upstream.connections == 1
+        upstream.closes = True
+        for _ in range(2):
+            assert (await client.get("/v1/models")).status_code == 200
+            await upstream.left.wait()
+        assert upstream.connections == 2
+        two = await client.raw(CHAT % b"" + CHAT % b"Connection: close\r\n")
+        assert two.count(CHUNKED) == 2 and two.endswith(CHUNKED)
+
+
+async def test_old_and_careful_clients(tmp_path):
+    upstream = Upstream(b"HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\n", b"until the end", closes=True)
+    async with through(upstream, tmp_path / "log") as client:
+        answer = await client.raw(b"GET /v1/models HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        assert answer.endswith(b"Connection: close\r\n\r\nuntil the end")
+        assert upstream.got[-1][0].endswith(b"HTTP/1.0")
+        assert (await client.get("/v1/models")).text == "until the end"
+        upstream.pieces = (whole(b"{}"),)
+        answer = await client.raw(CHAT % b"Expect: 100-continue\r\nConnection: close\r\n")
+        assert answer.startswith(b"HTTP/1.1 100 ") and answer.endswith(b"\r\n\r\n{}")
+        upstream.pieces = (b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n",)
+        assert (await client.head("/v1/models")).headers["content-length"] == "7"
+
+
+async def test_a_client_that_leaves_ends_its_request_at_the_server(tmp_path):
+    upstream = Upstream(HEAD + CHUNKED[:100], None)
+    async with through(upstream, tmp_path / "log") as client:
+        async with client.stream("POST", "/v1/chat/completions", json=asked()) as answer:
+            await anext(answer.aiter_raw())
+        await asyncio.wait_for(upstream.left.wait(), 30)
+    (turn,) = read_log(tmp_path / "log")  # its prompt may be in the cache
+    assert turn.prompt is None and turn.first_ms is not None
+
+
+@pytest.mark.parametrize(("pieces", "status"), [
+    ((b"",), 502), ((b"SSH-2.0\r\n\r\n",), 502), ((b"HTTP/1.1 200 OK\r\nContent-",), 502),
+    ((b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf",), None), ((HEAD, CHUNKED[:-20]), None),
+])  # fmt: skip
+async def test_a_server_that_breaks_off(pieces, status, tmp_path):
+    async with through(Upstream(*pieces, closes=True), tmp_path / "log") as client:
+        if status:
+            assert (await client.post("/v1/chat/completions", json=asked())).status_code == status
+        else:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.post("/v1/chat/completions", json=asked())
+
+
+async def test_a_server_that_is_not_there(tmp_path):
+    async with through(None, tmp_path / "log") as client:
+        answer = await client.post("/v1/chat/completions", json=asked())
+    assert answer.status_code == 502 and "cannot be reached" in answer.text
+
+
+def test_the_log_has_a_process_of_its_own(tmp_path):
+    log = Log(tmp_path / "log", False)
+    for number in range(3):
+        log.write(number, 0.5, json.dumps(asked()).encode(), Answer(True, "a", 1.0))
+    log.close()
+    assert [turn.number for turn in read_log(tmp_path / "log")] == [0, 1, 2]
     with pytest.raises(EngineError, match="exists"):
         Log(tmp_path / "log", False)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typer.testing import CliRunner
 
 from minitui.cli.main import app
-from minitui.prefix.recorded import findings_of
+from minitui.prefix.recorded import findings_in
 from minitui.prefix.session import FORMAT
 from minitui.trace.reader import TraceReader
 from tests.prefix.test_diagnose import PLANTED, Session
@@ -46,9 +46,9 @@ def test_the_summary_and_the_exit_code(tmp_path):
 
 def test_an_eviction_in_a_recording_is_named_and_nothing_is_invented(tmp_path):
     real(tmp_path / "roomy.trace", replace(BASE, blocks=2000), 1, closed=True, salts=False)
-    assert {one.cause for one in findings_of(TraceReader(tmp_path / "roomy.trace"))} <= {"first", "none"}
+    assert {one.cause for one in findings_in(TraceReader(tmp_path / "roomy.trace"))} <= {"first", "none"}
     real(tmp_path / "small.trace", replace(BASE, blocks=70), 1, closed=True, salts=False)
-    small = findings_of(TraceReader(tmp_path / "small.trace"))
+    small = findings_in(TraceReader(tmp_path / "small.trace"))
     evicted = [one for one in small if one.cause == "eviction"]
     assert len(evicted) > 5 and all("evicted at step" in one.where for one in evicted)
     assert len(small) == 42
@@ -56,5 +56,5 @@ def test_an_eviction_in_a_recording_is_named_and_nothing_is_invented(tmp_path):
 
 def test_a_salt_in_a_recording_is_named(tmp_path):
     real(tmp_path / "run.trace", replace(BASE, blocks=2000), 1)
-    causes = [one.cause for one in findings_of(TraceReader(tmp_path / "run.trace"))]
+    causes = [one.cause for one in findings_in(TraceReader(tmp_path / "run.trace"))]
     assert "salt" in causes and set(causes) <= {"first", "none", "salt"}

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from minitui.prefix.diagnose import diagnose
+from minitui.prefix.session import read_log
 from tests.support.paths import QWEN3
 from tests.support.scripted import scripted
-from tests.support.serving import Running, serving
+from tests.support.serving import Running, serving, through_proxy
 
 pytestmark = pytest.mark.skipif(not (QWEN3 / "tokenizer.json").is_file(), reason="../shared/qwen3 is not there")
 
@@ -34,9 +36,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture
+def url(server: Running, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The address of the server; for streamed answers, of a proxy before it, whose log then says what is shared."""
+    if not request.getfixturevalue("stream"):
+        yield server.url
+        return
+    with through_proxy(server, tmp_path / "log") as address:
+        yield address
+    first, second = diagnose(read_log(tmp_path / "log"))
+    assert (first.cause, second.cause) == ("first", "none")
+    assert second.ancestor == first.number and second.could > 0.5 * first.prompt
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("api", ["chat", "responses"])
-async def test_openai_agents_calls_the_tool_and_answers(server: Running, api: str, stream: bool) -> None:
+async def test_openai_agents_calls_the_tool_and_answers(url: str, api: str, stream: bool) -> None:
     agents = pytest.importorskip("agents", reason="openai-agents is not installed")
     import openai
 
@@ -49,7 +64,7 @@ async def test_openai_agents_calls_the_tool_and_answers(server: Running, api: st
         return "17"
 
     kind = agents.OpenAIResponsesModel if api == "responses" else agents.OpenAIChatCompletionsModel
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
         model = kind(model="scripted", openai_client=client)
         agent = agents.Agent(name="Weather", instructions="Help.", tools=[get_temperature], model=model)
         config = agents.RunConfig(tracing_disabled=True)
@@ -64,7 +79,7 @@ async def test_openai_agents_calls_the_tool_and_answers(server: Running, api: st
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_anthropics_tool_runner_calls_the_tool_and_answers(server: Running, stream: bool) -> None:
+def test_anthropics_tool_runner_calls_the_tool_and_answers(url: str, stream: bool) -> None:
     anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
     asked: list[str] = []
 
@@ -74,7 +89,7 @@ def test_anthropics_tool_runner_calls_the_tool_and_answers(server: Running, stre
         asked.append(city)
         return "17"
 
-    with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0) as client:
+    with anthropic.Anthropic(base_url=url, api_key="unused", max_retries=0) as client:
         runner = client.beta.messages.tool_runner(
             model="scripted", max_tokens=100, tools=[get_temperature], stream=stream,
             messages=[{"role": "user", "content": QUESTION}],
@@ -183,14 +198,16 @@ def test_a_command_line_agent_runs_its_tool_and_ends(tmp_path: Path, name: str) 
         directory.mkdir()
     (work / "note.txt").write_text("17")
     scripted(model, agent.tool, agent.arguments, SENTENCE)
-    with serving(tmp_path, {"model": str(model), "num_blocks": 4096}, served_names=("scripted",)) as running:
+    with serving(tmp_path, {"model": str(model), "num_blocks": 4096}, served_names=("scripted",)) as running, \
+            through_proxy(running, tmp_path / "log") as url:  # fmt: skip
         for path, text in agent.files.items():
             (home / path).parent.mkdir(parents=True, exist_ok=True)
-            (home / path).write_text(text.replace("SERVER", running.url))
-        variables = {key: value.replace("SERVER", running.url) for key, value in agent.variables.items()}
+            (home / path).write_text(text.replace("SERVER", url))
+        variables = {key: value.replace("SERVER", url) for key, value in agent.variables.items()}
         ran = subprocess.run(
             [BIN / name, *agent.command], cwd=work, env={"PATH": os.environ["PATH"], "HOME": str(home), **variables},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=500,
         )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert (work / "copy.txt").read_text() == "17" and SENTENCE in ran.stdout, ran.stdout
+    assert len(read_log(tmp_path / "log")) >= 2

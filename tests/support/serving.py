@@ -103,3 +103,28 @@ def serving(directory: Path, engine: dict[str, Any] | None = None, **settings: A
         running.host.stop()
         thread.join(15)
         assert not thread.is_alive(), "the server did not go"
+
+
+@contextlib.contextmanager
+def through_proxy(running: Running, log: Path) -> Iterator[str]:
+    """Runs `minitui proxy` in front of a server, on the server's loop; gives the proxy's address."""
+    from minitui.prefix.log import LogFile
+    from minitui.prefix.proxy import CHUNK, Proxy
+
+    written = LogFile(log, False)
+    passing = Proxy(running.url, written)
+
+    async def start() -> asyncio.Server:
+        return await asyncio.start_server(passing.serve, "127.0.0.1", 0, limit=CHUNK)
+
+    async def stop() -> None:
+        front.close()
+        passing.close()
+
+    front = running.call(start())
+    try:
+        yield f"http://127.0.0.1:{front.sockets[0].getsockname()[1]}"
+        running.wait_until(lambda: not passing.open, 30, "an answer has not ended")
+    finally:
+        running.call(stop())
+        written.close()

@@ -91,15 +91,17 @@ class PastStates:
         return sum(last - first + 1 for first, last in kept)
 
     def _after(self, seq: int) -> Iterator[tuple[int, list[Record]]]:
-        """Yields (first, records) of the packets that may contain records after `seq`. `first`: the number of the first
-        record of the packet or, if it is compressed, of its segment."""
-        for first, last, data in self._segments:
-            if last > seq:
-                for packet in marshal.loads(zlib.decompress(data)):
-                    yield first, marshal.loads(packet)
-        for first, last, data, _ in self._packets:
-            if last > seq:
-                yield first, marshal.loads(data)
+        """Returns (first, records) of the packets that may contain records after `seq`. `first`: the number of the
+        first record of the packet or, if it is compressed, of its segment. Any thread may iterate."""
+        return _unpacked(list(self._segments), list(self._packets), seq)
+
+    def recorded(self) -> tuple[AnnotatedState, Iterator[Record]]:
+        """Returns the earliest state that is kept, and all records after it. Raises ValueError if none is kept."""
+        if not self._keyframes:
+            raise ValueError("the records of this run are not kept")
+        first = self._keyframes[0]
+        after = self._after(first.state.seq)
+        return first, (record for _, records in after for record in records if seq_of(record) > first.state.seq)
 
     @property
     def first_seq(self) -> int:
@@ -127,3 +129,13 @@ class PastStates:
                 self._stops.append(annotated.copy())
         del self._stops[:-16]
         return annotated
+
+
+def _unpacked(segments: list[Chunk], packets: list[Plain], seq: int) -> Iterator[tuple[int, list[Record]]]:
+    for first, last, data in segments:
+        if last > seq:
+            for packet in marshal.loads(zlib.decompress(data)):
+                yield first, marshal.loads(packet)
+    for first, last, data, _ in packets:
+        if last > seq:
+            yield first, marshal.loads(data)

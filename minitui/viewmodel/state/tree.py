@@ -32,7 +32,7 @@ SIBLINGS_COMPARED = 256
 TEXTS_KEPT = 4096
 
 # How chat templates mark roles: ChatML, Llama 3, Gemma, [INST].
-_ROLES = re.compile(
+ROLES = re.compile(
     r"<\|im_start\|>\s*(\w+)|<\|start_header_id\|>\s*(\w+)<\|end_header_id\|>|<start_of_turn>\s*(\w+)|\[(INST)\]"
 )
 _BEGIN = re.compile(r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]")  # one token
@@ -245,7 +245,7 @@ class Tree:
         start = len(before) - len(partial.group()) if partial else len(before)
         role = self._end_role(state, node.parent, decode)
         begin = start
-        for marker in _ROLES.finditer(head):
+        for marker in ROLES.finditer(head):
             if marker.start() > start and without_markup(head[start : marker.start()]):
                 break
             role = _role(marker)
@@ -271,8 +271,8 @@ class Tree:
                 if id not in starts:
                     starts[id] = _BEGIN.fullmatch(decode((id,)).strip()) is not None
                 text = decode(node.ids[at : at + ROLE_TOKENS]) if starts[id] else ""
-                if marker := _ROLES.match(text):
-                    found.append((at, _role(marker), without_markup(_ROLES.split(text[marker.end() :])[0])))
+                if marker := ROLES.match(text):
+                    found.append((at, _role(marker), without_markup(ROLES.split(text[marker.end() :])[0])))
             self._roles[key] = len(node.ids), found
         return found
 
@@ -287,7 +287,7 @@ class Tree:
                 role = known
                 break
             unmarked.append(key)
-            markers = list(_ROLES.finditer(decode(node.ids)))
+            markers = list(ROLES.finditer(decode(node.ids)))
             if markers:
                 role = _role(markers[-1])
                 break
