@@ -45,6 +45,7 @@ from minitui.tui.replay_app import ReplayApp
 from minitui.tui.replica_app import ReplicaApp
 from minitui.tui.screens.compare import CompareScreen
 from minitui.tui.screens.lesson import LessonScreen
+from minitui.tui.screens.prefix import PrefixPanel
 from minitui.tui.widgets.inspect.experts import ExpertMap
 from minitui.web.serve import OwnServer
 
@@ -417,6 +418,24 @@ async def replicas(app: MinituiApp) -> None:
     await asyncio.sleep(3.0)  # the servers are polled every two seconds
 
 
+async def broken_prefix(app: MinituiApp) -> None:
+    """Three chats: the date in the system prompt of one changes, and long answers in another evict what is cached."""
+    dated = "Today is 2026-11-{day}. " + app.system
+    first = app.session
+    app.chats.rename(first, "dated")
+    for day, question in ((28, "What is a token?"), (28, "What is prefill?"), (29, "What is a radix tree?")):
+        app.chats.set_system(first, dated.format(day=day))
+        await ask(app, question)
+    for title, questions in (("notes", FOLLOW_UPS), ("other", FOLLOW_UPS[:1])):
+        app.select_session(app.chats.new(app.system, title))
+        for question in questions:
+            await ask(app, question)
+    app.select_session(first)
+    await ask(app, "What is preemption?")
+    app.commands.run("prefix")
+    await until(lambda: any(isinstance(panel.found, list) for panel in app.screen.query(PrefixPanel)))
+
+
 SMALL = {"kv_blocks": 80, "max_num_batched_tokens": 64}
 BUSY = {"kv_blocks": 160, "max_num_seqs": 5}
 SCHOOL = SMALL | {"max_num_batched_tokens": 256}
@@ -447,6 +466,7 @@ SCENES = {
     **{f"replay-{name}": Scene(at_its_fullest, 160, 48, recording=name) for name in bundled()},
     "requests": Scene(requested, 140, 40, recording="h200-8b"),
     "waterfall": Scene(waterfall, 140, 40, recording="h200-8b"),
+    "prefix": Scene(broken_prefix, 120, 26, options={"kv_blocks": 36}),
     "replicas": Scene(replicas, 120, 30, options=SCHOOL, replicas=2),
     "replicas-80x24": Scene(replicas, 80, 24, options=SCHOOL, replicas=2),
     "help": Scene(helped, 120, 36, options=SMALL),

@@ -122,6 +122,9 @@ _TABLE = {
             help="Show the engine: step, blocks, tree, batches, timings, events. Again: all panels."),
         *(Action(name, PANELS[name].title, key=PANELS[name].key, slash=name, help=PANELS[name].does)
           for name in BY_KEY),
+        Action("prefix", "Prefix doctor", slash="prefix",
+            help="Say for each request what it shares with an earlier one, what came from the cache, and whose fault "
+                 "the rest is: changed history, tools, a date, a salt, an eviction, …"),
         Action("lecture", "Lecture", key="3", slash="lecture",
             help="Show one sentence for each step: what the step did, and why."),
         Action("goto", "Go to…", key="g", slash="goto", takes="[name]", footer="go to",

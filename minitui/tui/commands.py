@@ -13,6 +13,7 @@ from minitui.tui.panels import BY_KEY
 from minitui.tui.screens.bindings import CURSOR_KEYS, bindings_here
 from minitui.tui.screens.help import HelpScreen, name_of_text, panel_help
 from minitui.tui.screens.inspect import InspectScreen
+from minitui.tui.screens.prefix import PrefixScreen
 from minitui.viewmodel.places import find
 
 PACES = (1, 2, 5, 10, 20, 50, 100, 200)
@@ -98,6 +99,11 @@ class Commands(ChatCommands):
         if self.app.idle:
             raise EngineError("nothing to step: no request is running")
         self._control(self.app.source.control("step", n=steps), runs=True)
+
+    def do_prefix(self, _: str) -> None:
+        if not self.app.feed.live:
+            raise EngineError(f"{self.app.view.history.missing}: try again in a moment")
+        self.app.push_screen(PrefixScreen())
 
     def do_step10(self, _: str) -> None:
         self.do_step("10")

@@ -23,7 +23,7 @@ def need_records(reason: str) -> dict[str, str]:
     """Returns NOT_OFFERED with `reason` for the actions that need an engine's records or control the engine. "restart"
     is offered: it connects to the server again."""
     return {
-        **dict.fromkeys(("Engine", "inspect", *BY_KEY, "lecture", "goto"), reason),
+        **dict.fromkeys(("Engine", "inspect", *BY_KEY, "lecture", "prefix", "goto"), reason),
         "restart": "",
     }
 

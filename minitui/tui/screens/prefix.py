@@ -1,0 +1,133 @@
+"""The prefix doctor over the running engine: why requests did not find their beginning in the cache."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import ClassVar
+
+from textual import getters
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+
+from engine.errors import EngineError
+from minitui.prefix.diagnose import CAUSES, Finding
+from minitui.prefix.recorded import findings_since
+from minitui.prefix.report import WELL, heading, summarise, what_costs
+from minitui.text import count, duration
+from minitui.tui.app_base import AppBase
+from minitui.tui.glyphs import glyphs
+from minitui.tui.screens.dialogs import Overlay
+from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.rows import Row, Runs, clean, fit, wrapped
+from minitui.viewmodel.view import View
+
+COLUMNS = (("request", 9), ("as in", 8), ("prompt", 8), ("shared", 8), ("cached", 8), ("lost", 8), ("time", 9))
+
+
+class PrefixPanel(LinePanel):
+    """A line for each request, the newest first; below, the chosen one's difference from its ancestor."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "move(-1)", "newer", show=False, id="prefix.up"),
+        Binding("down,j", "move(1)", "older", show=False, id="prefix.down"),
+        Binding("pageup", "move(-10)", "ten newer", show=False, id="prefix.pageup"),
+        Binding("pagedown", "move(10)", "ten older", show=False, id="prefix.pagedown"),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Finding] | str = "reading the records of this run …"  # or why there are none
+        self.chats: dict[int, str] = {}  # request -> the title of its chat
+        self.at = 0
+
+    def show(self, found: list[Finding] | str, chats: dict[int, str]) -> None:
+        """Show these findings. The newest request that lost something is chosen."""
+        self.found, self.chats = found[::-1] if isinstance(found, list) else found, chats
+        self.at = next((i for i, one in enumerate(self.found) if isinstance(one, Finding) and one.lost), 0)
+        self.repaint()
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        g = glyphs()
+        legend = [(f"up, down choose a request {g.middot} esc closes", "dim")]
+        if isinstance(self.found, str):
+            return Picture(wrapped(self.found, "dim", width), "Prefix doctor", legend=legend)
+        summary = summarise(self.found)
+        below = [*self._chosen(self.found[self.at], width), (), *(
+            row for line in what_costs(summary) for row in wrapped(line, "dim", width)
+        )]  # fmt: skip
+        room = max(1, height - 1 - min(len(below) + 1, height // 2 + 2))
+        first = max(0, min(self.at - room // 2, len(self.found) - room))
+        rows = [self._heads(width)]
+        rows += [self._line(i, width) for i in range(first, min(len(self.found), first + room))]
+        return Picture([*rows, (), *below], "Prefix doctor", [(heading(summary), "dim")], legend)
+
+    def _heads(self, width: int) -> Runs:
+        return Row("".join(f"{name:>{cells}}" for name, cells in COLUMNS) + "  cause", "dim").done(width)
+
+    def _line(self, i: int, width: int) -> Runs:
+        one = self.found[i]
+        assert isinstance(one, Finding)
+        on = " on select" if i == self.at else ""
+        ancestor = f"r{one.ancestor}" if one.ancestor is not None else glyphs().dash
+        cached = f"{one.cached:,}" if one.cached is not None else "unknown"
+        cost = duration(one.seconds * 1e3) if one.seconds is not None and one.lost else glyphs().dash
+        figures = (f"r{one.number}", ancestor, f"{one.prompt:,}", f"{one.could:,}", cached, f"{one.lost:,}", cost)
+        cells = (f"{text:>{cells}}" for (_, cells), text in zip(COLUMNS, figures, strict=True))
+        row = Row("".join(cells), f"ink{on}")
+        fault = CAUSES[one.cause][0]
+        words = f"{one.cause} ({fault})" if fault else "found all that it shares" if one.cause == "none" else one.cause
+        chat = self.chats.get(one.number, "")
+        row.add(f"  {words}", f"dim{on}" if one.cause in WELL else f"bold bad{on}")
+        return row.add(f"  {clean(chat)}" if chat else "", f"dim{on}").to(width, style=f"ink{on}").done(width)
+
+    def _chosen(self, one: Finding, width: int) -> list[Runs]:
+        if one.ancestor is None:
+            words = "No earlier request begins alike." if one.cause == "first" else f"{one.cause}."
+            return wrapped(f"r{one.number}: {words}", "ink", width)
+        where = f"; {one.where}" if one.where else ""
+        words = f"r{one.number}: {one.could:,} of {count(one.prompt, 'token')} as in r{one.ancestor}{where}"
+        rows = wrapped(words, "ink", width)
+        for sign, text, style in (("-", one.before, "bad"), ("+", one.after, "good")):
+            if one.before or one.after:
+                rows.append(Row(fit(f"  {sign} {clean(text)}", width, glyphs().dots), style).done(width))
+        return rows
+
+    def action_move(self, lines: int) -> None:
+        self.at = max(0, min(len(self.found) - 1, self.at + lines)) if isinstance(self.found, list) else 0
+        self.repaint()
+
+
+class PrefixScreen(Overlay[None]):
+    """The dialog with a PrefixPanel. It shows the records that are kept for time travel."""
+
+    app = getters.app(AppBase)
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss", "close", show=False, id="prefix.close")]
+    DEFAULT_CSS = """
+    PrefixScreen { align: center middle; & PrefixPanel { width: 96%; max-width: 140; height: 94%; max-height: 44; } }
+    """
+
+    def compose(self) -> ComposeResult:
+        yield PrefixPanel()
+
+    def on_mount(self) -> None:
+        self.query_one(PrefixPanel).focus()
+        self.run_worker(self._look(), group="prefix", exclusive=True)
+
+    def paint(self, view: View) -> None:
+        """Draw the findings."""
+        self.query_one(PrefixPanel).paint(view)
+
+    async def _look(self) -> None:
+        view, info = self.app.view, self.app.source.info
+        lanes, found = view.history.lanes.lanes, list[Finding]()
+        chats = {id: view.texts.group_name(lane.group) for id, lane in lanes.items()}
+        try:
+            kept = view.history.past.recorded()
+            found = await asyncio.to_thread(partial(findings_since, *kept, info, view.texts.decode))
+        except (EngineError, ValueError) as error:
+            self.query_one(PrefixPanel).show(str(error), chats)
+            return
+        nothing = "No request was admitted since the first record that is kept."
+        self.query_one(PrefixPanel).show(found or nothing, chats)
