@@ -7,7 +7,6 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,8 +24,7 @@ HELP = """Measure this machine, and the share of its limits that the engine reac
   minitui bench                     on a GPU: Qwen3-0.6B and 8B with random weights; else the bundled model
   minitui bench --model DIR         a checkpoint; with --dummy-weights, DIR needs only config.json
   minitui bench --shape 8B --json   one built-in shape, as JSON
-  minitui bench --shape 0.6B --quantization int8     on a CPU, with llama.cpp beside it if it is installed:
-                                    pip install llama-cpp-python gguf
+  minitui bench --shape 0.6B --quantization int8     on a CPU, weights in 8 bits
   minitui bench --url ADDRESS       measure a server; minitui bench --url ADDRESS --help lists the options
 """
 
@@ -36,9 +34,9 @@ class Options:
     """The options of `minitui bench` without --url."""
 
     model: Annotated[str | None, typer.Option(help="Directory or name of a checkpoint. Default: see above.")] = None
-    dummy_weights: Annotated[
-        bool, typer.Option("--dummy-weights", help="Random weights; reads only config.json.")
-    ] = False
+    dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="Random weights; reads only config.json.")] = (
+        False
+    )
     shape: Annotated[list[str] | None, typer.Option(help="Built-in shape: 0.6B, 8B or 30B-A3B; repeatable.")] = None
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
     quantization: Annotated[str, typer.Option(help="auto; none; bf16, int8 or int4 on a CPU; fp8 on a GPU.")] = "auto"
@@ -48,20 +46,12 @@ class Options:
     attention_backend: Annotated[str, typer.Option(help="As in minitui chat, for example flash,triton.")] = "auto"
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: 8-bit keys and values.")] = "auto"
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step, on a GPU.")] = 16_384
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads. Default: one fewer than there are cores.")
-    ] = None
-    no_compare: Annotated[
-        bool, typer.Option("--no-compare", help="On a CPU: do not measure llama.cpp.")
-    ] = False
-    no_watching: Annotated[
-        bool, typer.Option("--no-watching", help="Do not measure the cost of engine records.")
-    ] = False
-    no_speculation: Annotated[
-        bool, typer.Option("--no-speculation", help="Do not measure speculation.")
-    ] = False
+    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: one fewer than there are cores.")] = None
+    no_watching: Annotated[bool, typer.Option("--no-watching", help="Do not measure the cost of engine records.")] = (
+        False
+    )
     pairs: Annotated[
-        int, typer.Option(min=1, help="Pairs of runs: minitui and llama.cpp, with and without engine records.")
+        int, typer.Option(min=1, help="Runs of each row on a CPU, and pairs of runs with and without engine records.")
     ] = 8
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
@@ -176,17 +166,14 @@ def _measure(
     from engine.llm import LLM
     from engine.model.hf.config import read_model_config
     from engine.worker.weights.quantised import itemsizes
-    from minitui.bench.cpu import cpu_rows
+    from minitui.bench.cpu import CpuRows
     from minitui.bench.gpu import H200, GpuRows
     from minitui.bench.limits import Work
-    from minitui.bench.llama import LlamaCpp, NotMeasured
     from minitui.bench.rows import said, watching
-    from minitui.bench.speculation import CPU_REPLY, CPU_STREAMS, REPLY, STREAMS, speculation_rows, timed
 
     directory = resolve_model(model, weights=not dummy, tokenizer=False)
     config = read_model_config(directory)
-    load = partial(LLM, str(directory), **engine_options(options, dummy, on_gpu, config.max_context))
-    llm = load()
+    llm = LLM(str(directory), **engine_options(options, dummy, on_gpu, config.max_context))
     info = llm.info
     notes = [*info.notes, *llm.engine.runner.loaded.memory.notes]  # type: ignore[attr-defined]
     quantised = info.quantization != "none"
@@ -206,38 +193,12 @@ def _measure(
     if on_gpu:
         references = H200.get(label, {}) if "H200" in torch.cuda.get_device_name() else {}
         found = GpuRows(llm, work, limits, references).all()
-        rows = said(found, say)
     else:
-        with ExitStack() as stack:
-            other, note = None, ""
-            if not options.no_compare:
-                try:
-                    other = stack.enter_context(LlamaCpp(config, info.quantization, torch.get_num_threads()))
-                    note = f"beside it: {other.name}, {options.pairs} pair{'s' if options.pairs > 1 else ''} of runs"
-                except NotMeasured as error:
-                    note = str(error)
-                say(note)
-                notes.append(note)
-            rows = said(cpu_rows(llm, work, limits, options.pairs, other), say)
-    result: dict[str, Any] = {"info": info.to_json(), "notes": notes, "rows": rows}
+        found = CpuRows(llm, work, limits, options.pairs).all()
+    result: dict[str, Any] = {"info": info.to_json(), "notes": notes, "rows": said(found, say)}
     if not options.no_watching:
         result["watching"], lines = watching(llm, 64 if on_gpu else 4, pairs=options.pairs)
         say(*lines, sep="\n")
-    if options.no_speculation:
-        llm.engine.check()
-        llm.close()
-        return result
-    streams, reply = (STREAMS, REPLY) if on_gpu else (CPU_STREAMS, CPU_REPLY)
-    plain = {n: timed(llm, n, reply) for n in streams}
-    llm.engine.check()
-    llm.close()
-    del llm  # free their memory for the next engine
-    gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
-    llm = load(speculation="prompt-lookup")
-    for n in streams:
-        rows += said(speculation_rows(plain[n], timed(llm, n, reply)), say)
     llm.engine.check()
     llm.close()
     return result

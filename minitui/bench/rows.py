@@ -19,12 +19,13 @@ from engine.trace.state import State
 from engine.trace.waste import waste_of
 
 COUNT = 20_000
+
+
 @dataclass(frozen=True)
 class Row:
     """A measured value.
 
-    `limit`: the best value that the machine's limits allow. `other`: the value of another engine. `ratio`: the median
-    of value / other, if both were measured in pairs.
+    `limit`: the best value that the machine's limits allow. `other`: the value of another engine.
     """
 
     name: str
@@ -35,8 +36,6 @@ class Row:
     other: float | None = None
     note: str = ""
     sustained: float | None = None  # `limit`, but computed with Limits.sustained
-    other_name: str = "best other"
-    ratio: float | None = None
     tokens_per_s: float | None = None  # if the unit is a time
 
     @property
@@ -57,9 +56,7 @@ class Row:
         if self.tokens_per_s is not None:
             parts.append(f"{_number(self.tokens_per_s)} tok/s")
         if self.other is not None:
-            parts.append(f"{self.other_name} {_number(self.other)}")
-        if self.ratio is not None:
-            parts.append(f"ratio {self.ratio:.2f}")
+            parts.append(f"best other {_number(self.other)}")
         if self.goal is not None:
             reached = self.value >= self.goal if self.unit.endswith("/s") else self.value <= self.goal
             parts.append(f"goal {_number(self.goal)} {'reached' if reached else 'missed'}")
