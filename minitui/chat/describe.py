@@ -9,6 +9,8 @@ from minitui.chat.prompt import END_THINK, THINK
 from minitui.text import duration, match_reason
 
 PAUSED = "The engine is paused: /resume lets it run."  # said where a question waits
+OTHER_PAUSED = "Your lecturer paused the engine: the answer goes on when it runs again."  # with a key only for chats
+OTHER_SLOW = "Your lecturer slowed the engine down to 1/{pace:g} of its speed."
 
 
 def split_thinking(text: str) -> tuple[str, str, bool]:

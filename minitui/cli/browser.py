@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from minitui.cli.options import GROUPS
+from minitui.settings import data_dir
 
 if TYPE_CHECKING:
+    from minitui.teaching.class_file import ClassFile
     from minitui.web.settings import WebSettings
 
-ABOUT_WEB = {option.name for option in GROUPS["opening"]} - {"web", "record"}
+ABOUT_WEB = {option.name for option in GROUPS["opening"]} - {"web", "record", "class_link"}
 TEXT = ("plain", "json", "handout", "export", "what_if", "sweep")  # options that print or write, and open nothing
 ONE = {  # options that only one application can have -> what would happen without --mirror
     "record": "every tab would write the same file", "save": "every tab would write the same files",
@@ -42,6 +44,9 @@ def in_browser(
             raise typer.BadParameter(f"with --web, {_option(name)} needs --mirror, or {ONE[name]}")
     names = tuple(opening["allowed_host"] or ())
     check_names(names)
+    link = {}
+    if (file := class_file(opening)) is not None:
+        link = {"link": file.name, "token": file.data["token"]}
     return WebSettings(
         opening["web_host"] or "127.0.0.1",
         opening["web_port"] or 8001,
@@ -49,7 +54,16 @@ def in_browser(
         mirror=opening["mirror"],
         names=names,
         tabs=TABS_WITH_ENGINES if own_engine else TABS,
+        **link,
     )
+
+
+def class_file(opening: dict[str, Any]) -> ClassFile | None:
+    """Returns the file of the class of --class-link; None without this option. Raises EngineError."""
+    from minitui.teaching.class_file import ClassFile
+
+    name = opening["class_link"]
+    return ClassFile(data_dir() / "classes", name) if name else None
 
 
 def open_in_browser(context: typer.Context, opening: dict[str, Any], own_engine: bool = True) -> None:

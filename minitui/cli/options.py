@@ -78,6 +78,14 @@ def _opening(
         typer.Option(help="Address of --web. Default: 127.0.0.1. With --mirror, 0.0.0.0 lets other machines watch."),
     ] = None,
     allowed_host: AllowedHost = None,
+    class_link: Annotated[
+        str | None,
+        typer.Option(
+            help="With --mirror: the phones' address is /NAME-TOKEN. The token stays the same as long as the file of "
+            "this class exists.",
+            metavar="NAME",
+        ),
+    ] = None,
     record: Record = None,
 ) -> None: ...
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from minitui.protocol import is_loopback
 from minitui.server.bodies import Inflater, check_size
 from minitui.server.errors import ApiError, as_api_error
-from minitui.server.notices import HEADER, begin, header
+from minitui.server.notices import HEADER, begin, header, notice
 from minitui.server.origins import authority, is_allowed, is_same_origin
 from minitui.server.service import Service
 from minitui.server.settings import Role, ServerSettings
@@ -34,6 +34,7 @@ ROLES = {
     "/detokenize": Role.CHAT, "/minitui/submit": Role.CHAT, "/minitui/cancel": Role.CHAT,
     "/minitui/control": Role.CONTROL,
 }  # fmt: skip
+ANSWERS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate")
 # Read as JSON: `curl -d` sends the second type for every body, and scripts of web pages often the third.
 FORMS = ("", "application/x-www-form-urlencoded", "text/plain")
 
@@ -92,6 +93,7 @@ class Guard:
             key, typed = _key(headers)
             is_page = "text/html" in headers.get("accept", "")
             scope.setdefault("state", {})["role"] = self._check_key(scope, key, typed, is_page)
+            self._check_held(scope["path"], scope["state"]["role"])
             scope["state"]["owner"] = key if self.settings.keys else ""
             # Ranges are ignored, because Starlette's error for an invalid Range does not have OpenAI's format.
             scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"range"]
@@ -151,6 +153,17 @@ class Guard:
         allowed, wanted = role.name.lower(), needed.name.lower()
         given = "a key in a browser" if typed else "this key"
         raise ApiError(403, f"{given} has the role {allowed}; {scope['path']} requires {wanted}")
+
+    def _check_held(self, path: str, role: Role) -> None:
+        """Refuse a request that would wait for a paused engine, if its caller cannot let the engine run. minitui's own
+        chats wait, and say why. In slow motion, the answer has a notice."""
+        if path not in ANSWERS or not self.service.held:
+            return
+        if self.service.gated and role < Role.CONTROL:
+            raise ApiError(
+                503, f"{self.service.held}: try again in a moment", code="engine_paused", headers={"Retry-After": "5"}
+            )
+        notice(self.service.held)
 
     async def _read_body(self, headers: Headers, receive: Receive) -> Receive:
         """Read the body, within the limits of time and of its decompressed size.

@@ -62,6 +62,7 @@ class Service:
         self.began = int(time.time())
         self.connections: dict[Any, None] = {}  # open connections (connection.py), the oldest first
         self.gate_owner: str | None = None  # the watcher that closed the gate or slowed the engine
+        self.gated, self.pace = False, 1.0  # what the last command to the gate and to slow motion set
         self._client: EngineClient | None = None
         self._tokenizer: Tokenizer | None = None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenise")
@@ -100,6 +101,7 @@ class Service:
         return self._tokenizer
 
     async def _become_ready(self) -> None:
+        self.gated, self.pace = False, 1.0  # a new engine runs freely
         await self.broadcast.begin(self.client, self.model)
         self.state, self._up_since = "ready", time.monotonic()
 
@@ -145,10 +147,26 @@ class Service:
 
         async def release() -> None:
             with contextlib.suppress(EngineError):
-                await self.client.control("resume")
-                await self.client.control("pace", factor=1.0)
+                await self.control("resume")
+                await self.control("pace", factor=1.0)
 
         self._spawn(release())
+
+    async def control(self, action: str, **arguments: Any) -> Any:
+        """Control the engine: see Source.control."""
+        value = await self.client.control(action, **arguments)
+        if action == "pace":
+            self.pace = arguments["factor"]
+        elif action != "clear_cache":
+            self.gated = action != "resume"
+        return value
+
+    @property
+    def held(self) -> str:
+        """Says that somebody paused the engine or slowed it down; empty if it runs freely."""
+        if self.gated:
+            return "your lecturer paused the engine"
+        return f"your lecturer slowed the engine down to 1/{self.pace:g} of its speed" if self.pace > 1 else ""
 
     async def drain(self) -> None:
         """Refuse new requests, and wait up to `drain_s` for the sequences that still run."""
@@ -236,7 +254,8 @@ class Service:
             return False, {"status": "busy", "open": self.open, "long": f"encoding a request for {age:.0f} s"}
         if self.overdue:
             return False, {"status": "busy", "open": self.open, **long}
-        return True, {"status": "draining" if self.draining else "ok", "open": self.open, **long}
+        held = {"held": self.held} if self.held else {}
+        return True, {"status": "draining" if self.draining else "ok", "open": self.open, **long, **held}
 
     def check_ready(self) -> None:
         """Raises ApiError 503 or EngineDead if no request can be accepted now."""

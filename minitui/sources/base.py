@@ -176,5 +176,14 @@ class Source(ABC):
         """The reason why the recording stopped; else empty."""
         return ""
 
+    def add_note(self, text: str) -> int:
+        """Store a text for the last step in the recording; returns the step. Raises InvalidRequest without one."""
+        raise InvalidRequest("nothing is recorded here: start minitui with --record FILE")
+
+    @property
+    def recording_file(self) -> Path | None:
+        """The file that is being written; None if nothing is recorded."""
+        return None
+
     def name_groups(self, names: dict[str, str]) -> None:  # noqa: B027  (most sources have no recording)
         """Store the titles of chats in the recording. `names`: the title of each group."""

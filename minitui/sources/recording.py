@@ -95,5 +95,12 @@ class RecordingSource(Source):
     def recording_error(self) -> str:
         return self.recording.error
 
+    def add_note(self, text: str) -> int:
+        return self.recording.bookmark(text)
+
+    @property
+    def recording_file(self) -> Path | None:
+        return self.recording.file
+
     def name_groups(self, names: dict[str, str]) -> None:
         self.recording.name(names)

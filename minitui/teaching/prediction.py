@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 LETTERS = "abcd"  # names of the choices
+
+
+@dataclass(frozen=True)
+class Poll:
+    """A question that waits for an answer: of a demo, of a page of a lesson, or about the next step."""
+
+    question: str
+    choices: tuple[str, ...]
 
 
 def verdict(guess: int | None, right: int) -> str:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, isfinite
 from typing import Any
 
 from engine.errors import EngineError
@@ -23,7 +23,7 @@ from minitui.chat.prompt import Codec
 from minitui.chat.sessions import Chats
 from minitui.sources.base import Source
 from minitui.teaching.driver import Driver
-from minitui.teaching.prediction import LETTERS, verdict
+from minitui.teaching.prediction import LETTERS, Poll, verdict
 from minitui.viewmodel.updater import Updater
 from minitui.viewmodel.view import View
 
@@ -46,18 +46,21 @@ class Stage(Driver):
     look: Callable[[str], Any] = lambda screen: None  # opens a screen: "chat" or "inspect"
     restart: Restart | None = None  # starts the same model in an engine with other options
     bar: str = "█"
+    think: float = THINK_SECONDS  # the user's time for a prediction, in seconds
     keys: bool = False  # True if the user can answer a prediction with a key, which calls `guess`
     typed: str = ""  # the text that the reader typed for the experiment; empty: the experiment's own text
     home: dict[str, Any] = field(default_factory=dict)  # the options of a lesson's own engine; see `go_home`
     _questions: dict[str, int] = field(default_factory=dict)  # id of each chat of `chat` -> its questions by `ask`
     _options: dict[str, Any] | None = None  # the options of the last `other_engine`
-    _choices: Sequence[str] = ()  # choices of the open prediction
+    poll: Poll | None = None  # the open prediction
+    _revealed: bool = False  # the prediction ends without a guess
     _guessed: int | None = None
 
     # ---- predictions and text
 
     async def predict(self, question: str, choices: Sequence[str]) -> None:
-        """Asks for a prediction; returns after a guess or THINK_SECONDS. With keys, shows the seconds that are left."""
+        """Asks for a prediction; returns after a guess, `reveal` or `think` seconds. With keys, shows the seconds that
+        are left."""
         lines = "\n".join(f"   {LETTERS[i]}) {choice}" for i, choice in enumerate(choices))
         said = ""
 
@@ -65,27 +68,33 @@ class Stage(Driver):
             nonlocal said
             text = f"Predict: {question}\n{lines}"
             if self.keys:
-                time = "The time is stopped; space continues." if self.held() else (
-                    f"The answer comes in {ceil(left)} s; space stops the time."
-                )  # fmt: skip
+                time = f"The answer comes in {ceil(left)} s; space stops the time." if isfinite(left) else ""
+                if self.held():
+                    time = "The time is stopped; space continues."
                 text += f"\nPress {' '.join(LETTERS[: len(choices)])}. {time}"
             if text != said:
                 said = text
                 self.say(text)
 
-        tell(THINK_SECONDS * self.beat)
-        self._choices, self._guessed = choices, None
-        await self.pause(THINK_SECONDS, lambda: self._guessed is not None, tell)
-        self._choices = ()
+        tell(self.think * self.beat)
+        self.poll, self._guessed, self._revealed = Poll(question, tuple(choices)), None, False
+        try:
+            await self.pause(self.think, lambda: self._guessed is not None or self._revealed, tell)
+        finally:
+            self.poll = None
 
     @property
     def open_choices(self) -> int:
         """The number of choices of the open prediction; 0 if there is none."""
-        return len(self._choices)
+        return len(self.poll.choices) if self.poll is not None else 0
 
     def guess(self, choice: int) -> None:
         """Takes the user's choice, an index into the choices."""
         self._guessed = choice
+
+    def reveal(self) -> None:
+        """Ends the open prediction without a guess."""
+        self._revealed = True
 
     def verdict(self, right: int) -> str:
         """Returns a sentence about the guess, given the index of the right choice; empty if there was no guess."""

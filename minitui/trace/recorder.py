@@ -118,10 +118,13 @@ class Recorder(Reader):
         if names and self._state is not None:
             self._writer.put(json.dumps(["n", names]))
 
-    def bookmark(self, text: str, step: int | None = None) -> None:
-        """Write a bookmark for `step`; None: for the last step."""
-        if self._state is not None:
-            self._writer.put(json.dumps(["b", self._state.step if step is None else step, text]))
+    def bookmark(self, text: str, step: int | None = None) -> int:
+        """Write a bookmark for `step`; None: for the last step. Returns the step; -1 before the first one."""
+        if self._state is None:
+            return -1
+        step = self._state.step if step is None else step
+        self._writer.put(json.dumps(["b", step, text]))
+        return step
 
     def close(self) -> None:
         """Write the last line. Returns when everything is in the file. A second call does nothing."""
@@ -227,6 +230,24 @@ class Recording:
     def feed(self, records: Iterable[Record]) -> None:
         """Write the next records."""
         self._guard(lambda recorder: recorder.feed(records))
+
+    @property
+    def file(self) -> Path | None:
+        """The file that is being written; None after a failure, and after the end."""
+        return self._recorder.path if self._recorder is not None else None
+
+    def bookmark(self, text: str) -> int:
+        """Write a bookmark for the last step; returns the step. Raises TraceError if the recording has failed."""
+        step = -1
+
+        def write(recorder: Recorder) -> None:
+            nonlocal step
+            step = recorder.bookmark(text)
+
+        self._guard(write)
+        if self.error:
+            raise TraceError(self.error)
+        return step
 
     def resume(self, snapshot: dict[str, Any]) -> None:
         """Continue from a snapshot after a gap."""

@@ -20,14 +20,17 @@ from minitui.settings import Settings
 from minitui.sources.base import Source
 from minitui.tui.actions import ACTIONS
 from minitui.tui.app_base import AppBase
+from minitui.tui.audience import Audience
 from minitui.tui.commands import Commands
 from minitui.tui.heap import fix_thresholds
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.inspect import InspectScreen
+from minitui.tui.screens.join import JoinScreen
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.terminal import TerminalGuard
 from minitui.tui.widgets.chat.prompt import Prompt
 from minitui.viewmodel.updater import AFTER_KEY_S
+from minitui.web.mirror_driver import FromPage
 
 QUIT_WITHIN_S = 2.0  # longest time between the two presses of ctrl+c that quit
 
@@ -53,6 +56,9 @@ class MinituiApp(AppBase):
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(a.key, f"do('{a.id}')", a.title, id=a.id, tooltip=a.help, show=False) for a in ACTIONS if a.key),
         Binding("escape", "escape", "Back", id="escape", tooltip="Cancel the answer of this chat", show=False),
+        Binding("J", "join", "Join", id="join", show=False, tooltip="The address for the phones, with a QR code"),
+        Binding("m", "bookmark", "Bookmark", id="bookmark", show=False,
+                tooltip="Store a text for this step in the recording; a replay shows it at this step"),
         Binding("ctrl+z", "suspend_process", "Suspend", id="suspend", show=False, priority=True,
                 tooltip="Return to the shell; fg continues"),
         Binding("ctrl+c", "interrupt", "Copy or quit", id="interrupt", show=False, priority=True,
@@ -71,6 +77,7 @@ class MinituiApp(AppBase):
         """`shown`: the keyword arguments of AppBase."""
         super().__init__(source, chats, settings, **shown)
         self.commands = self.COMMAND_TABLE(self)
+        self.audience = Audience(self)
         self._guard = guard
         self._last_pace = 1.0
         self._interrupted = 0.0  # time of the last ctrl+c
@@ -121,6 +128,7 @@ class MinituiApp(AppBase):
         if self.feed.pump():
             self.run_worker(self.feed.sync(), group="sync", exclusive=True)
         self.feed.keep_up()
+        self.audience.refresh()
         names = self.group_names()
         if names != self._names:
             self._names = self.view.texts.group_names = names
@@ -184,8 +192,52 @@ class MinituiApp(AppBase):
     # ---- actions of the bindings
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Allow to cancel an answer only where there are chats."""
-        return self.has_chats if action == "escape" else super().check_action(action, parameters)
+        """Allow to cancel an answer only where there are chats, to join only where phones can, and to bookmark only
+        what is recorded."""
+        allowed = {"escape": self.has_chats, "join": bool(self.audience.link), "bookmark": self.can_bookmark}
+        return allowed[action] if action in allowed else super().check_action(action, parameters)
+
+    @property
+    def can_bookmark(self) -> bool:
+        """True if a bookmark can be stored."""
+        return self.source.recording_file is not None
+
+    def action_bookmark(self) -> None:
+        """Ask for a text and store it in the recording as a bookmark of the last step."""
+        self.ask_text("Bookmark this step as", "", self._bookmark)
+
+    def _bookmark(self, text: str) -> None:
+        try:
+            step = self.source.add_note(text.strip() or "bookmark")
+            self.say(f"step {step:,} is bookmarked")
+        except EngineError as error:
+            self.say(str(error), error=True)
+
+    # ---- the phones of a class
+
+    @property
+    def told(self) -> str:
+        ballot = self.audience.open
+        return f"{self.story}\n{ballot.told()}" if ballot is not None and ballot.phones else self.story
+
+    def action_join(self) -> None:
+        """Show the address for the phones."""
+        self.push_screen(JoinScreen(self.audience.link))
+
+    def on_from_page(self, message: FromPage) -> None:
+        """Handle a message of the process that serves the pages."""
+        match message.payload:
+            case {"type": "link", "link": str(link)}:
+                self.audience.link = link
+            case {"type": "counts", "number": int(number), "counts": list(counts), "phones": int(phones)}:
+                self.audience.counted(number, counts, phones)
+            case {"type": "class", "verb": str(verb), "number": int(number)}:
+                self.lecturer_says(verb, number)
+
+    def lecturer_says(self, verb: str, number: int) -> None:
+        """Do what the lecturer's page says; an application without scenes can only show the answer of a question."""
+        if verb == "next" and self.poll is not None:
+            self._asks().reveal()
 
     def action_do(self, action: str) -> None:
         """Run one of ACTIONS. In a dialog do nothing: the first of two quick presses may have opened it."""

@@ -23,13 +23,14 @@ from engine.info import EngineInfo
 from engine.process.heartbeat import Condition
 from minitui import settings as settings_file
 from minitui.chat.conversation import Session
-from minitui.chat.describe import PAUSED
+from minitui.chat.describe import OTHER_PAUSED, OTHER_SLOW, PAUSED
 from minitui.chat.prompt import Codec
 from minitui.chat.sessions import Chats
+from minitui.protocol import ServerInfo
 from minitui.settings import Settings
 from minitui.sources.base import Source
-from minitui.teaching.prediction import LETTERS
-from minitui.teaching.stage import Stage
+from minitui.teaching.prediction import LETTERS, Poll
+from minitui.teaching.stage import THINK_SECONDS, Stage
 from minitui.tui.actions import ACTIONS, BY_ID, NEED_CONTROL, Action, key_label
 from minitui.tui.frame_limiter import FrameLimiter
 from minitui.tui.glyphs import use_ascii
@@ -75,6 +76,9 @@ class AppBase(Notices):
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (
         ("chat", "1 Chat"), ("inspect", "2 Inspect"), ("lecture", "3 Lecture"),
     )  # fmt: skip
+
+    scene_name: str = ""  # of a class; empty in other applications
+    THINK_S: ClassVar[float] = THINK_SECONDS  # time for the prediction of a demo
 
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(a, f"guess({i})", f"Guess {a}", id=f"guess.{a}", show=False, priority=True, system=True,
@@ -153,8 +157,13 @@ class AppBase(Notices):
         return free and getattr(self._asks(), "open_choices", 0) > int(str(parameters[0]))
 
     def _asks(self) -> Any:
-        """Returns the demo that asks for a prediction, else the screen."""
-        return self.asking if self.asking is not None and self.asking.open_choices else self.screen
+        """Returns the demo that asks for a prediction, else the screen below all dialogs."""
+        return self.asking if self.asking is not None and self.asking.open_choices else self.screen_stack[0]
+
+    @property
+    def poll(self) -> Poll | None:
+        """The question that the demo or the screen asks now."""
+        return getattr(self._asks(), "poll", None) if self.screen_stack else None
 
     def action_guess(self, choice: int) -> None:
         """Pass the prediction to the demo or the screen."""
@@ -185,6 +194,14 @@ class AppBase(Notices):
     def waits_for_user(self) -> bool:
         """True if the engine is paused until the user lets it run; a demo lets it run itself."""
         return self.gated and self.asking is None
+
+    @property
+    def waits_text(self) -> str:
+        """Says where an answer waits that the engine is paused or slowed down; empty if it runs freely."""
+        info = self.source.info
+        if isinstance(info, ServerInfo) and info.role in ("chat", "watch"):  # somebody else controls the engine
+            return OTHER_PAUSED if self.gated else OTHER_SLOW.format(pace=self.pace) if self.pace > 1 else ""
+        return PAUSED if self.waits_for_user else ""
 
     @property
     def answer_waits(self) -> bool:
@@ -317,7 +334,7 @@ class AppBase(Notices):
                 self.view.moment.present()
             self.view.select("group", self.session.id)
         except EngineError as error:
-            paused = f". {PAUSED}" if self.waits_for_user and self.session.busy else ""
+            paused = f". {self.waits_text}" if self.waits_text and self.session.busy else ""
             self.say(f"{error}{paused}", error=True)
             self.focus_prompt(text)
 
@@ -325,6 +342,21 @@ class AppBase(Notices):
         """Show a chat, and select it in every panel."""
         self.session = session
         self.view.select("group", session.id)
+
+    # ---- a class
+
+    def scene_for_phones(self) -> dict[str, Any]:
+        """Returns what the phones of a class show besides the step and the question."""
+        return {}
+
+    def scene_for_lecturer(self) -> dict[str, Any]:
+        """Returns what only the lecturer's page shows; empty if the application has no scenes."""
+        return {}
+
+    @property
+    def told(self) -> str:
+        """The text under the top bar."""
+        return self.story
 
     # ---- what is shown
 

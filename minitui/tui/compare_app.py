@@ -71,7 +71,7 @@ class DemoApp(CompareApp):
     DEFAULT_MODE = "chat"
 
 
-async def compare_in_app(contrast: Contrast, app: CompareApp, restart: Restart, save: Save) -> None:
+async def compare_in_app(contrast: Contrast, app: CompareApp, restart: Restart, save: Save | None) -> None:
     """Run a contrast, and show its runs while they go on. `save` copies their recordings."""
 
     def say(text: str) -> None:

@@ -46,7 +46,7 @@ class LessonApp(MinituiApp):
         )  # fmt: skip
         # The screen begins the lesson at its next paint. `_open` is not called here: it would return to the first page.
 
-    async def _open(self, lesson: Lesson, at_end: bool) -> None:
+    async def _open(self, lesson: Lesson, at: int | None) -> None:
         assert self.stage is not None
         self.switch_mode("lesson")
         screen = self.screen
@@ -54,7 +54,7 @@ class LessonApp(MinituiApp):
             self.pop_screen()
             screen = self.screen
         self.clear_notifications()  # the restart has ended: its sentence would cover the page
-        screen.begin(lesson, self.stage, at_end)
+        screen.begin(lesson, self.stage, at)
 
     def say(self, text: str, error: bool = False) -> None:
         """Show a sentence. On the lesson's screen, only the newest is shown: several would cover the page."""
@@ -106,14 +106,19 @@ class LessonApp(MinituiApp):
         if isinstance(screen, LessonScreen):
             screen.workers.cancel_group(screen, "lesson")
         self.lesson = lesson
-        self.stage.home = lesson.options
-        self.stage.forget_runs()
         try:
-            await self.stage.other_engine(**lesson.options)
+            await self._other_engine(lesson.options)
         except EngineError as error:
             self.say(str(error), error=True)
             return
+        await self._open(lesson, -1 if at_end else None)
+
+    async def _other_engine(self, options: dict[str, Any]) -> None:
+        """Replace the engine by one with these options; texts are decoded as before."""
+        assert self.stage is not None
+        self.stage.home = options
+        self.stage.forget_runs()
+        await self.stage.other_engine(**options)
         self.view.texts.ids_to_text = (
             partial(self.chats.codec.decode, skip_special_tokens=False) if self.chats.codec else None
         )
-        await self._open(lesson, at_end)

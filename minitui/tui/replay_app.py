@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+import time
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -29,6 +30,7 @@ NEED_CHATS = dict.fromkeys(("Chats", "chat", "slash"), NO_CHATS)
 NO_ENGINE = "this is a recording: no engine runs here; `minitui chat` starts one"
 REST = " … (press 3 for more)"
 SPEEDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+WRITTEN_S = 10.0  # seconds for which the text of a bookmark is shown while the recording plays
 JUMP = 0.05  # the share of the recording that one jump covers
 
 
@@ -48,7 +50,6 @@ class PlayheadScreen(BaseScreen[None]):
         Binding("right_curly_bracket", "app.mark(1)", "next bookmark", show=False, id="replay.next"),
         Binding("B,home", "app.begin", "begin of the recording", show=False, id="replay.begin"),
         Binding("E", "app.end", "end of the recording", show=False, id="replay.end"),
-        Binding("m", "app.bookmark", "bookmark this step", show=False, id="replay.bookmark"),
     ]
 
 
@@ -105,7 +106,8 @@ This is a recording. These keys move its playhead.
   ( )            jump back or forward by a twentieth of the recording
   < >            slower, faster: from 1/200 to 100 times the engine's speed
   { }            the previous or next bookmark; the first hit, eviction, preemption and failure have bookmarks
-  m              bookmark this step; the bookmark is saved in the file
+  m              bookmark this step; the bookmark is saved in the file. Its text is shown at its step, and while the
+                 recording plays for ten seconds: so you can narrate a recording
 
 The bar at the bottom is the only clock: it says whether the recording plays, and which moment of it all panels show.
 While it plays, a panel is drawn again a few times a second, so it may be some steps behind the bar. A click on the
@@ -131,6 +133,7 @@ class ReplayApp(MinituiApp):
         super().__init__(source, *args, **options)
         self.view.moment.playback = Playback()
         self.replay = source
+        self._passed = (-1, 0.0)  # the step of the last bookmark, and the time when the replay came to it
 
     @property
     def actions(self) -> list[Action]:
@@ -174,12 +177,24 @@ class ReplayApp(MinituiApp):
 
         On the lecture screen, returns an empty text if the recording is paused.
         """
+        written = self._written()
         if not (self.replay.stopped or self.view.moment.travel_text):  # sentences about each step would change too fast
-            return self._about()
+            return "\n".join(filter(None, (written, self._about())))
         if self.current_mode == "lecture":
-            return ""  # the lecture screen has a panel for these sentences
+            return written  # the lecture screen has a panel for the other sentences
         width, height = self.size
-        return shortened(narrate(self.view, self.view.moment.horizon), width - 4, 2 if height < TALL else height // 6)
+        told = shortened(narrate(self.view, self.view.moment.horizon), width - 4, 2 if height < TALL else height // 6)
+        return f"{written}\n{told}" if written else told
+
+    def _written(self) -> str:
+        """Returns the texts of the bookmarks of this step; while the recording plays, also for WRITTEN_S after it."""
+        marks = self.replay.trace.bookmarks if self.replay.reader is not None else []
+        last = max((step for step, _ in marks if step <= self.position), default=-1)
+        now = time.monotonic()
+        if last != self._passed[0]:
+            self._passed = (last, now)
+        shown = last == self.position or (not self.replay.stopped and now - self._passed[1] < WRITTEN_S)
+        return " ".join(text for step, text in marks if step == last) if shown else ""
 
     def _about(self) -> str:
         """Returns a note for a recording with random text; empty for other recordings."""
@@ -291,9 +306,10 @@ class ReplayApp(MinituiApp):
         await self.seek(mark[0])
         self.say(f"step {mark[0]:,}: {mark[1]}")
 
-    def action_bookmark(self) -> None:
-        """Ask for a text and save it in the file as a bookmark of this step."""
-        self.ask_text("Bookmark this step as", "", self._bookmark)
+    @property
+    def can_bookmark(self) -> bool:
+        """True: bookmarks of a bundled recording last until the end."""
+        return True
 
     def _bookmark(self, text: str) -> None:
         try:

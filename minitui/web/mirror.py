@@ -129,8 +129,16 @@ class Application(WebProcess):
         """`size`: columns and rows."""
         super().__init__(command, size)
         self.mirror = Mirror(lambda: self.send(type="keyframe"))
-        self._handlers = {b"D": self.mirror.drawn, b"K": self.mirror.keyframe, b"C": self.mirror.copied}
+        self.state = b"{}"  # what the phones of a class show, as JSON
+        self.on_state: Callable[[], object] = lambda: None  # called after each change of it
+        self._handlers = {
+            b"D": self.mirror.drawn, b"K": self.mirror.keyframe, b"C": self.mirror.copied, b"S": self._published,
+        }  # fmt: skip
 
     async def handle(self, kind: bytes, data: bytes) -> None:
         if kind in self._handlers:
             self._handlers[kind](data)
+
+    def _published(self, data: bytes) -> None:
+        self.state = data
+        self.on_state()

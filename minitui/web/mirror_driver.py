@@ -1,16 +1,29 @@
 """The driver of a mirrored application: Textual's web driver, which can also send the whole screen.
 
 The environment variable TEXTUAL_DRIVER selects this driver, and minitui/web/mirror.py reads its output. Textual's own
-packets are D (output) and M (metadata). This driver adds K (the whole screen, on request) and C (text for the
-presenter's clipboard).
+packets are D (output) and M (metadata). This driver adds K (the whole screen, on request), C (text for the presenter's
+clipboard) and S (JSON: what the phones of a class show).
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+from typing import Any
+
 from textual._compositor import CompositorUpdate
 from textual.drivers.web_driver import WebDriver
+from textual.message import Message
 
 CLIPBOARD = "\x1b]52;"
+TO_APPLICATION = ("link", "counts", "class")  # types of messages that are passed on to the application
+
+
+@dataclass
+class FromPage(Message):
+    """A message of the process that serves the pages. `payload["type"]` is one of TO_APPLICATION."""
+
+    payload: dict[str, Any]
 
 
 class MirrorDriver(WebDriver):
@@ -25,8 +38,14 @@ class MirrorDriver(WebDriver):
     def on_meta(self, packet_type: str, payload: dict[str, object]) -> None:
         if packet_type == "keyframe":
             self._app.call_later(self.keyframe)
+        elif packet_type in TO_APPLICATION:
+            self._app.post_message(FromPage(dict(payload)))
         else:
             super().on_meta(packet_type, payload)
+
+    def publish(self, state: dict[str, Any]) -> None:
+        """Send what the phones of a class show."""
+        self._packet(b"S", json.dumps(state))
 
     def keyframe(self) -> None:
         """Send the whole screen. Later output updates this screen."""

@@ -2,7 +2,8 @@
 
 Only the presenter's tab can type, and its window sets the columns and rows. The addresses of viewers and presenter
 contain different tokens, which minitui/web/site.py checks. minitui/web/mirror.py passes output from the application to
-the tabs.
+the tabs. Beside the mirror are a page for phones (minitui/web/phones.py) and the lecturer's page, with notes and
+minutes.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from aiohttp import web
 
 from engine.errors import EngineError
 from minitui.web.mirror import Application, Viewer
+from minitui.web.phone_pages import lecturer_page, phone_page
+from minitui.web.phones import Phones, check_origin, small_json
 from minitui.web.settings import WebSettings
-from minitui.web.site import Site, first_size, fitting, messages, stopped, terminal_size
+from minitui.web.site import Site, check_link, first_size, fitting, messages, stopped, terminal_size
 
 SIZE = (120, 36)  # columns, rows, until a presenter's window sets them
 PRESENTERS_FONT = 20  # pixels: a projector of 1920x1080 shows 158x40 cells; the browser's zoom changes them
 VIEWERS_FONT = 10  # pixels, the smallest; on a phone the page is wider than the screen and can be moved
-LEGIBLE = "abcdefghjkmnpqrstuvwxyz23456789"  # easy to read: viewers may copy their address from a blackboard
-VIEWERS_TOKEN = 10  # characters; trying all tokens takes 2,600 years at 10,000 guesses a second
 
 # A viewer's font is the largest with which the picture fits in the window. If the window or the picture gets another
 # size, the page is loaded again. Touches move the page; otherwise the terminal would take them.
@@ -65,15 +66,42 @@ VIEWER = """
 """.replace("SMALLEST", str(VIEWERS_FONT))
 
 
+def reachable(settings: WebSettings, port: int) -> str:
+    """Returns the address of this server for other machines: with the first name of --allowed-host, else with the
+    address to which this machine's own traffic goes out; its host name is often unknown to phones."""
+    from minitui.server.command import address
+
+    host = settings.host
+    if settings.names and not settings.names[0].startswith("*"):
+        host = settings.names[0]
+    elif host in ("0.0.0.0", "::"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outwards:
+            outwards.connect(("192.0.2.1", 9))  # sends nothing
+            host = outwards.getsockname()[0]
+    return address(host, port)
+
+
 class MirrorSite(Site):
     """The page and sockets of a mirrored application. All sockets show the application. Only a presenter can type."""
 
     def __init__(
-        self, application: Application, host: str, viewers: str, presenter: str, names: Sequence[str] = ()
-    ) -> None:
-        """`viewers`, `presenter`: the tokens of viewers and presenter. `names`: see Site."""
+        self, application: Application, host: str, viewers: str, presenter: str, names: Sequence[str] = (),
+        link: str = "class",
+    ) -> None:  # fmt: skip
+        """`viewers`, `presenter`: the tokens of viewers and presenter. `names`: see Site. `link`: the phones have the
+        address /LINK-VIEWERS."""
         super().__init__(host, {viewers: False, presenter: True}, names)
-        self.application = application
+        self.application, self.link, self._viewers = application, f"{link}-{viewers}", viewers
+        self.url = ""  # the address of this site for others
+        self.phones = Phones(application.send)
+        application.on_state = lambda: self.phones.published(application.state)
+        self.app.add_routes(
+            [
+                web.get("/lecturer", self._lecturer), web.get("/lecturer/events", self._lecturer),
+                web.post("/lecturer/act", self._act), web.get("/{link}", self._phone),
+                web.get("/{link}/events", self._phone), web.post("/{link}/vote", self._phone),
+            ]
+        )  # fmt: skip
         self._sizes: dict[web.WebSocketResponse, tuple[int, int]] = {}  # of the presenter's windows
         self._resized = asyncio.Event()  # another event after each change
 
@@ -82,6 +110,36 @@ class MirrorSite(Site):
             return fitting(PRESENTERS_FONT)
         columns, rows = self.application.size
         return VIEWER.replace("COLUMNS", str(columns)).replace("ROWS", str(rows))
+
+    async def _phone(self, request: web.Request) -> web.StreamResponse:
+        """The page of a phone, its stream and its votes."""
+        check_link(request, self.link)
+        if request.method == "POST":
+            return await self.phones.vote(request)
+        if request.path.endswith("/events"):
+            return await self.phones.stream(request)
+        response = web.Response(text=phone_page(f"/?token={self._viewers}"), content_type="text/html")
+        self.phones.welcome(request, response)
+        return response
+
+    async def _lecturer(self, request: web.Request) -> web.StreamResponse:
+        """The lecturer's page and its stream."""
+        if not self._may_type(request.query.get("token", "")):
+            raise web.HTTPForbidden(text="this address is for viewers: the lecturer's has another token")
+        if request.path.endswith("/events"):
+            return await self.phones.lecturer(request)
+        return web.Response(text=lecturer_page(f"{self.url}/{self.link}"), content_type="text/html")
+
+    async def _act(self, request: web.Request) -> web.Response:
+        """Pass a button of the lecturer's page on: {"verb": "next" or "scene", "number": of the scene, from 1}."""
+        check_origin(request)
+        if not self._may_type(request.query.get("token", "")):
+            raise web.HTTPForbidden(text="only the lecturer may do this")
+        match await small_json(request):
+            case {"verb": "next" | "scene" as verb, "number": int(number)}:
+                self.application.send(type="class", verb=verb, number=number)
+                return web.Response(status=204)
+        raise web.HTTPBadRequest(text='a button has a "verb" and a "number"')
 
     async def attend(self, websocket: web.WebSocketResponse, request: web.Request, may_type: bool) -> None:
         showing = [asyncio.create_task(self._show(websocket, Viewer(websocket.send_bytes, may_type)))]
@@ -142,13 +200,15 @@ async def serve_mirror(
     """
     stop = stopped()
     application = Application(command, SIZE)
-    viewers = "".join(secrets.choice(LEGIBLE) for _ in range(VIEWERS_TOKEN))
-    presenter = secrets.token_urlsafe(24)
+    viewers, presenter = settings.token, secrets.token_urlsafe(24)
     running: list[asyncio.Task[Any]] = []
     try:
         await application.start()
         running = [asyncio.create_task(application.run()), asyncio.create_task(stop.wait())]
-        async with MirrorSite(application, settings.host, viewers, presenter, settings.names).serving(listening):
+        site = MirrorSite(application, settings.host, viewers, presenter, settings.names, settings.link)
+        site.url = reachable(settings, listening.getsockname()[1])
+        application.send(type="link", link=f"{site.url}/{site.link}")
+        async with site.serving(listening):
             on_ready(viewers, presenter)
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         await application.stop()
@@ -170,10 +230,13 @@ def run_mirror(settings: WebSettings, listening: socket.socket, command: list[st
 
     host, port = settings.host, listening.getsockname()[1]
     presenter_address = address("127.0.0.1" if host in ("0.0.0.0", "::") else host, port)
+    others = reachable(settings, port)
 
     def ready(viewers: str, presenter: str) -> None:
         print(
-            f"viewers watch at {address(host, port)}/?token={viewers}\n"
+            f"viewers watch at {others}/?token={viewers}\n"
+            f"phones answer at {others}/{settings.link}-{viewers}\n"
+            f"your notes are at {presenter_address}/lecturer?token={presenter}\n"
             f"you type at {presenter_address}/?token={presenter}",
             file=sys.stderr, flush=True,
         )  # fmt: skip

@@ -122,6 +122,13 @@ def is_served(name: str, host: str) -> bool:
     return False
 
 
+def check_link(request: web.Request, link: str) -> None:
+    """Raises HTTPForbidden if the first part of the request's path is not `link`, in a time that tells nothing."""
+    given = request.match_info["link"].encode("utf-8", "replace")
+    if not hmac.compare_digest(given, link.encode()):
+        raise web.HTTPForbidden(text="the link is wrong: open the whole address, or scan the code again")
+
+
 class Site:
     """Serves the page at /?token=TOKEN and its websocket at /ws/TOKEN. Subclasses handle each socket in `attend`."""
 

@@ -91,6 +91,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         (("chat",), 2, "minitui chat needs a terminal"),
         (("chat", "--connect", "http://127.0.0.1:9"), 2, "minitui ask"),
         (("replay", "any.trace"), 2, "minitui replay needs a terminal"),
+        (("class",), 2, "minitui class needs a terminal"),
+        (("class", "none.toml"), 1, "none.toml cannot be read: No such file"),
+        (("class", "--csv"), 2, "need --class-link NAME"),
+        (("class", "--class-link", "A/B", "--json"), 1, "'A/B' is not valid: use 1 to 32 lower-case letters"),
         (("chat", "--theme", "pink"), 1, "dark, light and projector"),
         (("dance",), 2, "dance"),
         (("compare", "nothing"), 1, "no comparison 'nothing': the comparisons are cache, batching"),
@@ -281,6 +285,8 @@ def test_doctor_as_json(here):
     ("lesson 3 --web --mirror --record l.trace --theme light", "lesson --theme=light --record=l.trace -- 3", False, 4),
     ("compare pool --pools 24,64 --web", "compare --pools=24,64 -- pool", False, 4),
     ("compare small-pool h200-8b --web", "compare -- small-pool h200-8b", False, 32),
+    ("class --web --mirror --class-link paging --record c.trace", "class --class-link=paging --record=c.trace", False,
+     4),
     ("replay small-pool --web --speed 2 --allowed-host a.example", "replay --speed=2.0 -- small-pool", False, 32),
 ])  # fmt: skip
 def test_an_application_in_a_browser_gets_the_options_as_they_are_typed(
@@ -295,6 +301,7 @@ def test_an_application_in_a_browser_gets_the_options_as_they_are_typed(
     [(web, own)] = seen
     assert sorted(web.words) == sorted(shlex.split(applications)) and web.words[0] == words.split()[0]
     assert (own, web.tabs, web.mirror) == (engine, tabs, "--mirror" in words)
+    assert web.link == ("paging" if "paging" in words else "class") and len(web.token) == 10
     assert web.names == (("a.example",) if "--allowed-host" in words else ())
 
 
@@ -326,6 +333,12 @@ def test_a_key_does_not_become_a_word_of_the_processes_of_a_browser(here, monkey
 def test_an_option_that_would_do_nothing_is_refused(words, said):
     result = CliRunner().invoke(app, words.split())
     assert result.exit_code == 2 and said in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_run_sheet_is_listed_and_the_answers_of_a_class_are_printed(here):
+    assert "50 minutes" in here("class", "--check").stdout
+    assert json.loads(here("class", "--class-link", "paging", "--json").stdout)["scenes"] == []
+    assert here("class", "--class-link", "paging", "--csv").stdout == "scene,title,question,choice,text,count,phones\n"
 
 
 def test_a_recording_of_a_replay_is_a_copy_that_keeps_bookmarks(tmp_path, monkeypatch):

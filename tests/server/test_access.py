@@ -167,3 +167,35 @@ def test_the_first_page_links_what_a_browser_can_show(server: Running, monkeypat
     assert all(server.get(link).status_code == 200 for link in links)
     with_settings(server, monkeypatch, keys={"a-key-of-the-tests": Role.CONTROL})
     assert server.get("/").status_code == 200
+
+
+def test_a_paused_engine_is_a_status_for_students_and_slow_motion_a_notice(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student, lecturer = "the-key-of-students", "the-key-of-lecturers"
+    with_settings(server, monkeypatch, keys={student: Role.CHAT, lecturer: Role.CONTROL})
+    ask = {"messages": [{"role": "user", "content": "What is paging?"}], "max_tokens": 2}
+    own, other = ({"Authorization": f"Bearer {key}"} for key in (lecturer, student))
+
+    def control(**body: object) -> None:
+        assert server.post("/minitui/control", body, headers=own).status_code == 200
+
+    control(action="pause")
+    try:
+        refused = server.post("/v1/chat/completions", ask, headers=other)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
+        assert refused.json()["error"]["message"].startswith("your lecturer paused the engine")
+        assert refused.json()["error"]["code"] == "engine_paused"
+        assert server.get("/health").json()["held"] == "your lecturer paused the engine"
+        tokens = server.post("/tokenize", {"prompt": "a"}, headers=other)
+        assert tokens.status_code == 200, "this needs no engine"
+        control(action="resume")
+        control(action="pace", factor=2)
+        slow = server.post("/v1/chat/completions", ask, headers=other)
+        assert slow.status_code == 200 and "lecturer slowed the engine down to 1/2" in slow.headers["x-minitui-warning"]
+    finally:
+        control(action="resume")
+        control(action="pace", factor=1)
+    free = server.post("/v1/chat/completions", ask, headers=other)
+    assert free.status_code == 200 and "lecturer" not in free.headers.get("x-minitui-warning", "")
+    assert "held" not in server.get("/health").json() or server.get("/health").json()["held"] is None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.errors import InvalidRequest
 from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.trace.state import State
@@ -246,12 +247,17 @@ async def test_an_engine_put_in_the_place_of_another_gets_a_file_of_its_own(tmp_
         source.name_groups({"a": "1 paging"})
         if change:
             await source.reconfigure(None)
+        assert source.recording_file == tmp_path / ("run.2.trace" if change else "run.trace")
         async for _ in source.submit(list(range(60)), SamplingParams(max_tokens=5, ignore_eos=True)):
             source.drain_records()
+        assert source.add_note(f"told {change}") == 4
     await source.close()
+    with pytest.raises(InvalidRequest, match="nothing is recorded"):
+        source.source.add_note("nowhere")
     for name in ("run.trace", "run.2.trace"):
         reader = TraceReader(tmp_path / name)
         assert reader.complete and next(reader.records())[0] == 1 and reader.last_step == 4
+        assert (4, f"told {name == 'run.2.trace'}") in reader.bookmarks
         assert reader.names == {"a": "1 paging"}, "chats outlive an engine, and so do their names"
 
 

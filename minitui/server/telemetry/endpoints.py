@@ -230,7 +230,7 @@ def router(service: Service) -> APIRouter:
             arguments = {"factor": body.factor}
         if body.action in ("pause", "step", "run_until", "pace") and service.broadcast.watches(client):
             service.gate_owner = client  # only a watcher has a connection whose end the server notices
-        value = await service.client.control(body.action, **arguments)
+        value = await service.control(body.action, **arguments)
         return JSONResponse({"value": value if isinstance(value, int) else None})
 
     return routes

@@ -40,6 +40,7 @@ class Health(BaseModel):
     `status`: ok | draining | loading | restarting | stalled | busy | failed | stopped. For all but the first two,
     /health answers 503. stalled: the engine process has not responded for `silent_s` seconds. busy: the present step or
     command has taken longer than a minute. `long`: a description of a step or command that takes long.
+    `held`: says that a client with all rights has paused or slowed down the engine.
     """
 
     status: str
@@ -47,6 +48,7 @@ class Health(BaseModel):
     open: int | None = None
     silent_s: float | None = None
     long: str | None = None
+    held: str | None = None
 
 
 def router(service: Service) -> APIRouter:

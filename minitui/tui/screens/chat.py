@@ -125,7 +125,7 @@ class ChatScreen(BaseScreen[None]):
         now = time.monotonic()
         if now - self._text_at >= TEXT_EVERY or self.transcript.session is not app.session:
             self._text_at = now
-            self.transcript.paused = app.waits_for_user
+            self.transcript.paused = app.waits_text
             self.transcript.show(app.session)
         # Each frame paints half of the panels: painting all panels would delay the handling of a key. When the picture
         # stops (frozen, paused, in the past), or a stopped picture shows another moment, all are painted at once.

@@ -12,7 +12,7 @@ from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 
-from minitui.teaching.prediction import verdict
+from minitui.teaching.prediction import Poll, verdict
 from minitui.tui.actions import BY_ID
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.widgets.bars import StatusBar, TopBar
@@ -140,6 +140,16 @@ class LectureScreen(BaseScreen[None]):
                     self.notify(reason, markup=False, timeout=6)
                 self._reveal(view)
 
+    @property
+    def poll(self) -> Poll | None:
+        """The question that is shown."""
+        question = self._why.question if hasattr(self, "_why") else None
+        return None if question is None else Poll(question.text, question.choices)
+
+    def reveal(self) -> None:
+        """Show the step without a guess."""
+        self.action_next()
+
     def _reveal(self, view: View) -> None:
         self._why.question, self._asked_from = None, -1
         view.moment.present()
@@ -147,7 +157,7 @@ class LectureScreen(BaseScreen[None]):
     @property
     def open_choices(self) -> int:
         """The number of choices of the question that is shown; 0 if there is none."""
-        return len(self._why.question.choices) if hasattr(self, "_why") and self._why.question is not None else 0
+        return len(self.poll.choices) if self.poll is not None else 0
 
     def guess(self, choice: int) -> None:
         """Show the step, and whether the choice was right."""

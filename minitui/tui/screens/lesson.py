@@ -17,7 +17,7 @@ from engine.errors import EngineError
 from minitui.teaching.lesson_progress import LessonProgress
 from minitui.teaching.lessons import neighbour
 from minitui.teaching.lessons.page import Lesson, Seen, find_code
-from minitui.teaching.prediction import LETTERS
+from minitui.teaching.prediction import LETTERS, Poll
 from minitui.teaching.reading import Reading
 from minitui.teaching.stage import Stage
 from minitui.tui.screens.base import BaseScreen, Hint
@@ -108,10 +108,10 @@ class LessonScreen(BaseScreen[None]):
                     yield widget
         yield StatusBar()
 
-    def _new_reading(self, lesson: Lesson, at_end: bool = False) -> Reading:
+    def _new_reading(self, lesson: Lesson, at: int | None = None) -> Reading:
         reading = Reading(lesson, self._progress)
-        if at_end:
-            reading.at = reading.pages - 1
+        if at is not None:
+            reading.at = at % reading.pages
         elif reading.at:
             self.app.say(f"{lesson.name} continues on page {reading.at + 1}; the left arrow key shows earlier pages")
         return reading
@@ -124,11 +124,11 @@ class LessonScreen(BaseScreen[None]):
 
     # ---- painting
 
-    def begin(self, lesson: Lesson, stage: Stage, at_end: bool = False) -> None:
-        """Start a lesson whose engine is ready. If the lesson was open before, its current page stays. `at_end`: show
-        the last page instead."""
-        if self.reading.ready or self.reading.lesson is not lesson:
-            self.text.reading = self._new_reading(lesson, at_end)
+    def begin(self, lesson: Lesson, stage: Stage, at: int | None = None) -> None:
+        """Start a lesson whose engine is ready. If the lesson was open before, its current page stays. `at`: show this
+        page instead; -1 is the last one."""
+        if self.reading.ready or self.reading.lesson is not lesson or at is not None:
+            self.text.reading = self._new_reading(lesson, at)
         self.stage, self.reading.ready = stage, True
         if self.reading.page is None:
             self._open_page()
@@ -181,6 +181,23 @@ class LessonScreen(BaseScreen[None]):
             if panel.styles.height != height:
                 panel.styles.height = height
         return list(shown)
+
+    # ---- a class
+
+    @property
+    def poll(self) -> Poll | None:
+        """The prediction that this page waits for."""
+        if not self.query("#text"):  # the screen is being made
+            return None
+        reading, page = self.reading, self.reading.page
+        over = reading.at in reading.seen or reading.at in reading.failed
+        if page is None or page.predict is None or not reading.can_predict or over:
+            return None
+        return Poll(page.predict.question, page.predict.choices)
+
+    def reveal(self) -> None:
+        """Run the page's experiment, which shows the answer."""
+        self._start()
 
     # ---- pages
 

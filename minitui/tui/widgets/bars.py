@@ -114,7 +114,7 @@ class TopBar(Bar):
         return 1 + len(self._story(width))
 
     def _story(self, width: int) -> list[str]:
-        lines = self.app.story.split("\n")
+        lines = self.app.told.split("\n")
         return [piece for line in lines for piece in textwrap.wrap(line, max(20, width - 4)) or [""] if line]
 
     def paint(self, view: View) -> int:

@@ -285,14 +285,17 @@ def _marked(spans: list[Span], mark: Span) -> list[Span]:
     return marked
 
 
-def recorded_view(reader: TraceReader, name: str = "") -> View:
-    """Returns the view at the end of a recording. If records are missing, the view begins after the last gap.
+def recorded_view(reader: TraceReader, name: str = "", last: int | None = None) -> View:
+    """Returns the view at the end of a recording. If records are missing, the view begins after the last gap. `last`:
+    records of a part of the file that begins after this step are left out.
 
     Raises TraceError if a part of the file cannot be read.
     """
     view = View()
     view.texts.ids_to_text, view.texts.group_names = reader.decode, reader.names
     for part, missing in reader.parts():
+        if last is not None and part.keyframe.step > last:
+            break
         if missing is not None:
             view.reset(part.snapshot, None if missing else reader.records())
         view.fold(part.records)

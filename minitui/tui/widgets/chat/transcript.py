@@ -15,7 +15,7 @@ from textual.selection import Selection
 from textual.strip import Strip
 
 from minitui.chat.conversation import Message, Session
-from minitui.chat.describe import PAUSED, describe_answer, split_thinking
+from minitui.chat.describe import describe_answer, split_thinking
 from minitui.tui import markdown
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import palette
@@ -57,7 +57,7 @@ class Transcript(ScrollView, can_focus=True):
         super().__init__(id=id)
         self.session: Session | None = None
         self.speaker = "model"
-        self.paused = False  # True: the engine is paused, so a waiting answer says what lets it run
+        self.paused = ""  # said where an answer waits: the engine is paused, and what lets it run
         self.welcome: Callable[[int], list[list[Run]]] = lambda width: []
         self._blocks: list[_Block] = []
         self._rows: list[list[Run]] = []
@@ -198,7 +198,7 @@ class Transcript(ScrollView, can_focus=True):
 
     def _waiting_text(self, message: Message) -> str:
         if self.paused:
-            return PAUSED
+            return self.paused
         return "waiting for the first token" if message.state == "running" else "queued" + glyphs().dots
 
     def _footer(self, parts: list[tuple[str, str]], width: int) -> list[list[Run]]:

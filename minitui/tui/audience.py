@@ -1,0 +1,107 @@
+"""What the phones of a class see, and their answers. Only an application that a browser mirrors has an audience.
+
+The process of the web page counts the answers, one for each phone (minitui/web/phones.py). This one sends it what the
+phones show, at most four times a second, and gets the counts.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from minitui.teaching.prediction import LETTERS, Poll
+from minitui.tui.app_base import AppBase
+from minitui.tui.glyphs import glyphs
+from minitui.viewmodel.words.narrate import narrate
+from minitui.web.mirror_driver import MirrorDriver
+
+EVERY_S = 0.25  # between two states
+LONGEST = 1200  # characters of a text on a phone
+BAR = 12  # cells of the longest bar of the counts
+
+
+@dataclass
+class Ballot:
+    """A question to the class and how often each choice was taken. `number`: the questions are numbered from 1."""
+
+    number: int
+    poll: Poll
+    counts: list[int] = field(default_factory=list)
+    phones: int = 0  # phones that are connected
+    scene: str = ""
+
+    @property
+    def answers(self) -> int:
+        return sum(self.counts)
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * len(self.poll.choices)
+
+    def told(self) -> str:
+        """Returns a line with a bar and the count of each choice."""
+        most = max(self.counts) or 1
+        bars = (
+            f"{letter} {glyphs().active * round(BAR * n / most)} {n}"
+            for letter, n in zip(LETTERS, self.counts, strict=False)
+        )
+        return "   ".join([f"Phones: {self.answers} of {self.phones} have answered", *bars])
+
+
+class Audience:
+    """The audience of one application. `ballots`: all questions, the newest last."""
+
+    def __init__(self, app: AppBase) -> None:
+        self._app = app
+        self.link = ""  # the address for the phones; empty without them
+        self.ballots: list[Ballot] = []
+        self.open: Ballot | None = None  # the question that waits for answers now
+        self._asked = 0  # questions so far
+        self._sent: dict[str, Any] = {}
+        self._sent_at = float("-inf")
+
+    def refresh(self) -> None:
+        """Open or close a question, and tell the phones what has changed."""
+        poll = self._app.poll
+        if (self.open.poll if self.open is not None else None) != poll:
+            self.open = None
+            last = self.ballots[-1] if self.ballots else None
+            if last is not None and (last.poll, last.scene) == (poll, self._app.scene_name):
+                self.open = last  # the question is on the screen again
+            elif poll is not None:
+                self._asked += 1
+                self.open = Ballot(self._asked, poll, scene=self._app.scene_name)
+                self.ballots.append(self.open)
+        driver, now = self._app._driver, time.monotonic()
+        if isinstance(driver, MirrorDriver) and now - self._sent_at >= EVERY_S:
+            state = self.state()
+            if state != self._sent:
+                self._sent, self._sent_at = state, now
+                driver.publish(state)
+
+    def state(self) -> dict[str, Any]:
+        """Returns what the phones show ("all"), and what only the lecturer's page shows ("lecturer")."""
+        view = self._app.view
+        row = view.shown_step()
+        step: dict[str, Any] = {}
+        if row is not None:
+            chunks = [[f"r{request}", n] for request, _, n, _ in row.chunks[:8]]
+            step = {"step": row.step, "decodes": row.decodes, "chunks": chunks, "tokens": row.tokens,
+                    "budget": view.moment.shown.state.budget}  # fmt: skip
+        said = self._app.story or (narrate(view, view.moment.horizon) if view.moment.horizon >= 0 else "")
+        ask = None
+        if self.open is not None:
+            ask = {"number": self.open.number, "question": self.open.poll.question[:LONGEST],
+                   "choices": [choice[:LONGEST] for choice in self.open.poll.choices]}  # fmt: skip
+        shown = {"say": said[:LONGEST], "bar": step, "ask": ask, "paused": self._app.gated}
+        return {"all": shown | self._app.scene_for_phones(), "lecturer": self._app.scene_for_lecturer()}
+
+    def forget(self) -> None:
+        """Forget all questions: their answers are kept elsewhere."""
+        self.ballots, self.open = [], None
+
+    def counted(self, number: int, counts: list[int], phones: int) -> None:
+        """Take the counts of a question."""
+        for ballot in self.ballots:
+            if ballot.number == number and len(counts) == len(ballot.counts):
+                ballot.counts, ballot.phones = counts, phones

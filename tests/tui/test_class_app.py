@@ -1,0 +1,80 @@
+"""`minitui class`: the bundled run sheet is played whole, with no other key than that of the next scene."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from minitui.chat.conversation import Sampling
+from minitui.chat.model_choice import choose_model, load_codec
+from minitui.chat.sessions import Chats
+from minitui.cli.options import engine_config
+from minitui.settings import Settings
+from minitui.sources.local import LocalSource
+from minitui.sources.recording import RecordingSource
+from minitui.teaching.class_file import ClassFile
+from minitui.teaching.run_sheet import ENGINE, read_run_sheet
+from minitui.trace.reader import TraceReader
+from minitui.tui.class_app import ClassApp
+from minitui.tui.screens.lesson import LessonScreen
+from tests.support.driving import until
+
+
+async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> None:
+    sheet, choice = read_run_sheet(), choose_model(None)
+    base = {"kv_blocks": None, "no_prefix_caching": False}
+    local = LocalSource(engine_config(choice.name, **(base | ENGINE)), tmp_path / "log")
+    source = RecordingSource(local, tmp_path / "class.trace")
+    minute = [0.0]
+
+    async def restart(options: dict[str, Any]) -> None:
+        await source.reconfigure(engine_config(choice.name, **(base | options)))
+
+    file = ClassFile(tmp_path, "paging")
+    app = ClassApp(
+        source, Chats(source, sampling=Sampling(temperature=0.0)), Settings(), system=choice.system,
+        load_codec=load_codec, sheet=sheet, file=file, restart=restart, beat=0.001, clock=lambda: minute[0] * 60,
+    )  # fmt: skip
+    polls: list[str] = []
+    async with app.run_test(size=(120, 40)) as pilot:
+        for number, scene in enumerate(sheet.scenes):
+            await until(pilot, lambda number=number: app.number == number)
+            mine = app.scene_for_lecturer()
+            assert (mine["number"], mine["begins"] * 60) == (number + 1, mine["elapsed_s"]), "the class is late"
+            assert mine["notes"] == scene.notes and app.scene_for_phones()["title"] == sheet.title
+            await until(pilot, lambda: not app.playing or app.poll is not None)
+            if app.poll is not None:  # the phones answer, and the key shows the answer
+                ballot = app.audience.open
+                assert ballot is not None and ballot.poll == app.poll
+                polls.append(scene.title)
+                app.audience.counted(ballot.number, [5, 30, *[0] * (len(ballot.counts) - 2)], 60)
+                assert "35 of 60 have answered" in app.told and app.audience.state()["all"]["ask"]
+                await pilot.press("f8")
+                await until(pilot, lambda: app.poll is None and not app.playing)
+            if scene.kind == "lesson":
+                screen = app.screen
+                assert isinstance(screen, LessonScreen) and screen.reading.page is scene.lesson.pages[scene.at]
+                run = scene.lesson.pages[scene.at].run
+                if run is not None:
+                    await until(pilot, lambda s=screen: s.reading.at in s.reading.seen | s.reading.failed)
+                assert not screen.reading.failed
+            elif scene.kind == "recording":
+                assert app.view.moment.horizon == scene.at and "H200" in app.source.info.device
+            assert "stopped" not in app.story, app.story
+            assert app.scene_name == f"scene {number + 1}: {scene.title}"
+            minute[0] += scene.minutes
+            if number + 1 < len(sheet.scenes):
+                await pilot.press("f8")
+        assert minute == [50.0]
+        await pilot.press("f8")
+        assert app.number == len(sheet.scenes) - 1, "the last scene stays"
+        app.lecturer_says("scene", 1)
+        await until(pilot, lambda: app.number == 0 and not app.playing)
+    assert len(polls) >= 6
+    kept = ClassFile(tmp_path, "paging")
+    assert [scene["number"] for scene in kept.scenes] == [*range(1, len(sheet.scenes) + 1), 1]
+    answered = [scene["title"] for scene in kept.scenes if scene["answers"]]
+    assert answered == polls and all(s["answers"][0]["counts"][:2] == [5, 30] for s in kept.scenes if s["answers"])
+    for scene in kept.scenes:
+        marks = TraceReader(Path(scene["recording"])).bookmarks
+        assert any(text == f"scene {scene['number']}: {scene['title']}" for _, text in marks)
