@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,3 +50,24 @@ def pilots_wait_for_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr("textual.pilot.wait_for_idle", settled)
         monkeypatch.setattr("textual.app.wait_for_idle", settled)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collections_skip_what_stays() -> None:
+    """Garbage collections visit the objects of this file's tests, not a million of modules that were imported before:
+    a fifth of the whole time. Applications collect at their start and after each slice of records."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_application_changes_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An application has a process to itself: it collects all garbage and exempts what is left from collections, makes
+    these rare and changes the allocator. Here others follow, and an application that has ended would stay: a gigabyte
+    for fifty tests."""
+    if "minitui.tui.app_base" in sys.modules:
+        nothing = SimpleNamespace(collect=lambda: None, freeze=lambda: None)
+        monkeypatch.setattr("minitui.tui.app_base.gc", nothing)
+        monkeypatch.setattr("minitui.tui.app_base.set_thresholds", lambda: None)
+    if "minitui.tui.app" in sys.modules:
+        monkeypatch.setattr("minitui.tui.app.fix_thresholds", lambda: None)
