@@ -77,84 +77,15 @@ MUTATIONS = (
         "if n > len(self._free):", "if not self._free:",
     ),
     Mutation(
-        "attention-a-suffix-attends-as-if-nothing-were-cached",
-        "The causal mask of a suffix ignores the cached context before it.",
-        "engine/attention/torch_backend.py", "tests/engine/test_attention.py",
-        "queries = self._arange(length)[context:, None]", "queries = self._arange(length)[: length - context, None]",
-    ),
-    Mutation(
-        "attention-chunks-see-their-own-future", "A query of a chunk behind a cached prefix sees the token after it.",
-        "engine/attention/torch_backend.py", "tests/engine/test_attention.py",
-        "seen = positions <= queries", "seen = positions <= queries + 1",
-    ),
-    Mutation(
-        "attention-decodes-read-padding", "A sequence that decodes reads one slot beyond its end.",
-        "engine/attention/torch_backend.py", "tests/engine/test_attention.py",
-        "seen = positions < lengths[:, None]", "seen = positions <= lengths[:, None]",
-    ),
-    Mutation(
-        "attention-window-is-one-too-wide", "A sliding window of w shows w + 1 keys.",
-        "engine/attention/torch_backend.py", "tests/engine/test_attention.py",
-        "seen &= positions > queries - window", "seen &= positions >= queries - window",
-    ),
-    Mutation(
         "cache-keeps-its-copy-of-a-known-block", "The duplicate of a block that the tree knows is never freed.",
         "engine/core/cache.py", 'tests/engine/test_scheduler_simulation.py -k "fully_cached"',
         "self.allocator.release(dropped)", "pass",
-    ),
-    Mutation(
-        "detokenizer-loses-what-it-holds", "A partial character at the end of a reply is never shown.",
-        "engine/text/detokenizer.py", 'tests/engine/test_tokenizer.py -k "pieces or dangling"',
-        "text = self._decoder.decode(b\"\", final=True)", "text = \"\"",
-    ),
-    Mutation(
-        "detokenizer-shows-half-a-character", "Bytes of a character that is not complete appear as U+FFFD.",
-        "engine/text/detokenizer.py", 'tests/engine/test_tokenizer.py -k "pieces"',
-        "return self._decoder.decode(data)", "return data.decode(\"utf-8\", \"replace\")",
-    ),
-    Mutation(
-        "output-shows-what-follows-a-stop-string", "A stop string and what follows it are shown.",
-        "engine/text/output.py", "tests/engine/test_output.py",
-        "delta.text = text[: end if params.include_stop_str_in_output else begin]", "delta.text = text",
-    ),
-    Mutation(
-        "output-streams-half-a-stop-string", "The beginning of a stop string is shown before it is decided.",
-        "engine/text/output.py", "tests/engine/test_output.py",
-        "shown = len(text) - (0 if item.finish_reason else _possible_stop(text, params.stop))", "shown = len(text)",
     ),
     Mutation(
         "records-forget-who-left-the-decoding-set", "A request that skips a step seems to decode in it.",
         "engine/core/plan_writer.py", 'tests/engine/test_scheduler_simulation.py -k "sits_a_step_out"',
         "self._log.append(\"step\", step, prefills, joined, left, len(token_ids), num_waiting)",
         "self._log.append(\"step\", step, prefills, joined, [], len(token_ids), num_waiting)",
-    ),
-    Mutation(
-        "sampling-greedy-rows-get-noise", "A greedy row beside a sampled one is drawn with noise.",
-        "engine/worker/sampler.py", 'tests/engine/test_sampling.py -k "greedy"',
-        "settings[NOISE] = 0.0 if params.greedy else 1.0", "settings[NOISE] = 1.0",
-    ),
-    Mutation(
-        "sampling-min-p-is-absolute", "min_p is compared with logits instead of with the most likely token.",
-        "engine/worker/sampler.py", 'tests/engine/test_sampling.py -k "min_p"',
-        "floor = torch.maximum(floor, scores.amax(-1) + settings[:, LOG_MIN_P].to(scores.dtype))",
-        "floor = torch.maximum(floor, settings[:, LOG_MIN_P].to(scores.dtype))",
-    ),
-    Mutation(
-        "sampling-noise-forgets-the-position", "Every position draws with the same noise.",
-        "engine/kernels/noise.py", 'tests/engine/test_sampling.py -k "independent or documented"',
-        "start = mix(keys[:, 0] + positions.to(torch.int32) * signed(GOLDEN))",
-        "start = mix(keys[:, 0] + positions.to(torch.int32) * 0)",
-    ),
-    Mutation(
-        "sampling-presence-counts-the-prompt", "Presence and frequency penalties punish the prompt's tokens.",
-        "engine/worker/sampler.py", 'tests/engine/test_sampling.py -k "penalt"',
-        "in_reply = counts & (IN_PROMPT - 1)", "in_reply = counts",
-    ),
-    Mutation(
-        "sampling-top-p-drops-the-boundary-token", "The token that crosses top_p is not kept.",
-        "engine/worker/sampler.py", 'tests/engine/test_sampling.py -k "top_p"',
-        "kept = (before < settings.index_select(0, where)[:, TOP_P, None]).sum(-1, keepdim=True)",
-        "kept = (probabilities.cumsum(-1) < settings.index_select(0, where)[:, TOP_P, None]).sum(-1, keepdim=True)",
     ),
     Mutation(
         "scheduler-admits-what-does-not-fit", "A prompt is admitted although its blocks are not to be had.",
@@ -264,12 +195,6 @@ MUTATIONS = (
         "tree-withdraws-only-the-failed-blocks", "What was built on a failed step stays in the tree.",
         "engine/core/radix.py", 'tests/engine/test_kv.py -k "failed_step"',
         "stack = list(kept)", "stack = []",
-    ),
-    Mutation(
-        "waste-a-resumed-prompt-is-not-counted",
-        "A preempted request computes its tokens again, but the engine does not count them.",
-        "engine/core/scheduler.py", 'tests/viewmodel/test_waste.py -k "preemption"',
-        "self.cache.waste.preempted += max(0, min(n, request.lost - request.planned))", "pass",
     ),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The kept mutations still fit the code, and the quickest of them are tried in every run."""
+"""The kept mutations still fit the code, and one of them is tried in every run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def test_a_mutation_fits_the_code_and_names_its_test(mutation: Mutation, tmp_pat
     assert (ROOT / mutation.red.split("::")[0].split()[0]).exists()
 
 
-@pytest.mark.parametrize("name", ["tree-match-covers-the-last-token", "scheduler-preempts-the-eldest"])
-def test_a_mutation_turns_a_test_red(name: str) -> None:
-    (mutation,) = (each for each in MUTATIONS if each.name == name)
+def test_a_mutation_turns_a_test_red() -> None:
+    (mutation,) = (each for each in MUTATIONS if each.name == "scheduler-preempts-the-eldest")
     assert not mutation.survives()

@@ -44,15 +44,6 @@ def keep(name: str = NAME, cache: Cache = CACHE, size: int = len(CONTENTS), age:
     return entry
 
 
-def test_an_entry_is_found_and_no_other(folder: Path) -> None:
-    assert CACHE.find(NAME) is None
-    assert keep() == CACHE.find(NAME) == folder / NAME
-    assert {path.name for path in folder.iterdir()} == {NAME} and CACHE.find("thing-2") is None
-    assert (folder / NAME / "a").read_bytes() == CONTENTS
-    names = {CACHE.entry_name("a/../b", *contents) for contents in ((1, "x"), (2, "x"), (1, "y"))}
-    assert len(names) == 3 and all("/" not in name and not name.startswith(".") for name in names)
-
-
 def flip(entry: Path) -> None:
     data = bytearray(CONTENTS)
     data[5000] ^= 1
@@ -94,21 +85,6 @@ def test_a_damaged_entry_is_removed_and_can_be_kept_again(
         CACHE.find(NAME)
     assert CACHE.find(NAME) is None and not list(folder.iterdir())
     assert keep() == CACHE.find(NAME)
-
-
-def test_a_damaged_entry_can_be_kept_without_finding_it_first() -> None:
-    flip(keep())
-    entry = keep()
-    assert CACHE.find(NAME) == entry and (entry / "a").read_bytes() == CONTENTS
-
-
-def test_pieces_in_another_order_have_another_digest(tmp_path: Path) -> None:
-    pieces, path = [bytes([number]) * 4096 for number in range(4)], tmp_path / "x"
-    found = set()
-    for order in (0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 2):
-        path.write_bytes(b"".join(pieces[number] for number in order))
-        found.add(disk_cache.digest(path))
-    assert len(found) == 3
 
 
 def test_large_files_are_read_only_if_their_stamp_has_changed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.core.engine import Engine
 from engine.core.request import Request
@@ -123,31 +122,6 @@ def test_a_cached_prefix_does_not_change_the_answer_wherever_it_is_cut(checkpoin
     run(engine)
     assert request.output_ids == expected.output_ids
     assert request.cached_tokens == cut // 4 * 4
-
-
-def test_eight_requests_with_a_common_prefix_of_160_tokens_prefill_it_once(checkpoint: Path) -> None:
-    engine = make_engine(checkpoint, budget=256, block_size=16, blocks=100)
-    prefix = [3 + i % 190 for i in range(160)]
-    requests = [
-        engine.add_request([*prefix, 5 + i, 6 + i], SamplingParams(temperature=0.0, max_tokens=4)) for i in range(8)
-    ]
-    computed = 0
-    while engine.has_work:
-        engine.step()
-        engine.check()
-        computed += sum(n for r in engine.log.drain() if r[2] == "step" for _, _, n, _ in r[4])
-    assert computed == 160 + 8 * 2
-    assert [r.cached_tokens for r in requests] == [0] + [160] * 7
-
-
-def test_nan_in_free_blocks_never_reaches_an_answer(checkpoint: Path, alone: dict[int, list[list[int]]]) -> None:
-    engine = make_engine(checkpoint)
-    with torch.inference_mode():
-        for tensor in (*engine.runner.loaded.pool.keys, *engine.runner.loaded.pool.values):  # type: ignore[attr-defined]
-            tensor[1:] = float("nan")  # block 0, the null block, is finite by contract
-    requests = [engine.add_request(ids, params) for ids, params in requests_of(1)]
-    run(engine)
-    assert [request.output_ids for request in requests] == alone[1]
 
 
 def test_n_samples_of_one_prompt_differ_share_their_prompt_and_repeat_with_the_seed(checkpoint: Path) -> None:

@@ -67,16 +67,6 @@ def test_no_input_leaves_the_range_and_the_bound_is_tight(checkpoint: Path) -> N
     assert float(scale.log2()) % 1 == 0
 
 
-def test_quantising_only_rounds() -> None:
-    """x / scale and the way back are exact in every type, NaN is kept."""
-    scale = torch.tensor([2.0**-14, 2.0**3])
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        x = torch.arange(-448, 449, 64, dtype=dtype)[:, None, None] * scale.to(dtype)[:, None]
-        assert torch.equal(kv_fp8.dequantise(kv_fp8.quantise(x, scale), scale, dtype), x)
-        x[3] = torch.nan
-        assert kv_fp8.dequantise(kv_fp8.quantise(x, scale), scale, dtype)[3].isnan().all()
-
-
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(reference("qwen3"), tmp_path_factory.mktemp("qwen3"))
@@ -118,14 +108,6 @@ def test_attention_is_off_by_four_percent_at_most() -> None:
     wanted, got = attend(q, k, v), attend(q, *rounded)
     error = float((got - wanted).norm() / wanted.norm())
     assert 0.02 < error < 0.04
-
-
-def test_log_probabilities_stay_near_those_of_float32(qwen: Path) -> None:
-    prompts = [prompt(row, 30) for row in range(8)]
-    wanted, found = (logits_of(make_runner(qwen, **options), prompts) for options in ({}, OPTIONS))
-    error = (wanted - found).abs()
-    assert 0 < error.mean() < 0.05
-    assert error.max() < 0.5, "spread of the log-probabilities: about 10"
 
 
 def test_the_bundled_model_answers_as_in_float32() -> None:

@@ -13,26 +13,8 @@ from engine.errors import CheckpointError
 from engine.gguf.header import Header, read_header
 from engine.gguf.tokenizer import end_tokens, tokenizer_files
 from engine.text.tokenizer import Tokenizer
-from tests.engine.test_gguf import TEXTS
-from tests.support.paths import QWEN3
 
 gguf = pytest.importorskip("gguf")
-
-
-@pytest.mark.skipif(not QWEN3.is_dir(), reason="the tokenizer of Qwen3 is not here")
-def test_the_words_of_qwen_are_split_as_its_tokenizer_does(tmp_path: Path) -> None:
-    found = json.loads((QWEN3 / "tokenizer.json").read_text())
-    vocab = found["model"]["vocab"] | {token["content"]: token["id"] for token in found["added_tokens"]}
-    metadata = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2",
-        "tokenizer.ggml.tokens": sorted(vocab, key=vocab.__getitem__),
-        "tokenizer.ggml.merges": [" ".join(merge) for merge in found["model"]["merges"]],
-    }  # fmt: skip
-    made, config = tokenizer_files(Header(tmp_path, metadata, {}))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    ours, theirs = Tokenizer(tmp_path), Tokenizer(QWEN3)
-    assert [ours.encode(text) for text in TEXTS[:3]] == [theirs.encode(text) for text in TEXTS[:3]]
 
 
 @pytest.mark.parametrize(

@@ -82,13 +82,6 @@ def interrupt(hub: FakeHub) -> None:
 # ---- directories and the cache
 
 
-def test_a_directory_is_taken_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "Qwen3-8B").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert resolve_model("Qwen3-8B") == Path("Qwen3-8B")
-    assert resolve_model(str(tmp_path / "Qwen3-8B")) == tmp_path / "Qwen3-8B"
-
-
 def find_cached(name: str) -> Path | None:
     """The newest complete snapshot of a model."""
     return next((snapshot.path for snapshot in snapshots_of(name) if snapshot.complete()), None)
@@ -265,17 +258,12 @@ def test_a_killed_download_is_resumed_by_the_next_start(hub: FakeHub, cache: Pat
             time.sleep(0.01)
     finally:
         child.send_signal(signal.SIGKILL)
-        child.wait(30)
+        child.wait(60)
     hub.release.set()
     hub.asked = []
     assert find_cached(NAME) is None
     assert (resolve_model(NAME) / SECOND).read_bytes() == SHARDS[SECOND]
     assert hub.asked == [SECOND]
-
-
-def test_a_begun_download_of_a_bare_name_goes_on_under_its_full_name(hub: FakeHub) -> None:
-    interrupt(hub)
-    assert (resolve_model("Model-1B") / SECOND).is_file()
 
 
 def test_without_a_network_an_interrupted_download_is_told_as_such(
@@ -302,8 +290,6 @@ def test_doctor_tells_incomplete_downloads_from_whole_ones(hub: FakeHub, cache: 
     assert "Models in the local Hugging Face cache (see minitui models): Org/File-GGUF, Org/Whole\n" in text
     heading = "Incomplete checkpoints in this cache (--model NAME downloads the missing files):"
     assert f"{heading}\n  {NAME}: missing" in text
-    resolve_model(NAME)
-    assert doctor.examine()["models"] == ["Org/File-GGUF", NAME, "Org/Whole"]
 
 
 def test_a_download_reports_its_progress_and_counts_what_was_there(hub: FakeHub) -> None:
@@ -424,11 +410,6 @@ def test_each_refusal_of_the_hub_is_a_sentence_with_a_way_out(
     hub.refusal = (status, code)
     with pytest.raises(CheckpointError, match=f"neither a directory nor in the cache .*{message}"):
         resolve_model(NAME)
-
-
-def test_a_name_that_the_hub_has_not_says_so(hub: FakeHub) -> None:
-    with pytest.raises(CheckpointError, match="check the name"):
-        resolve_model("Org/Other")
 
 
 def test_without_a_network_the_message_says_where_was_looked(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -142,18 +140,6 @@ def test_what_was_in_use_last_is_evicted_last_whenever_its_use_began() -> None:
     assert [n.keys[0][0] for n in cache.tree.nodes.values() if n.parent] == [10]
 
 
-def test_two_prompts_that_share_a_first_token_but_differ_inside_the_first_block_are_siblings() -> None:
-    cache = make_cache(9)
-    for n, ids in enumerate([[1, 2, 3], [1, 3, 3]]):
-        request = make_request(n, ids)
-        assert cache.grow(request, 3)
-        request.planned = 3
-        cache.publish_committed(request, 3)
-        cache.check([request])
-        cache.release(request, cache.log.append("finish", n, "stop", 0))
-    assert len(cache.tree.root.children) == 2
-
-
 def test_a_failed_step_takes_what_was_built_on_it_along() -> None:
     cache = make_cache(12)
     leader = make_request(1, [1, 1, 2, 2, 3, 3, 4])
@@ -199,32 +185,6 @@ def test_a_block_released_too_often_is_caught() -> None:
     allocator.release(blocks)
     with pytest.raises(AssertionError, match="more often"):
         allocator.release(blocks)
-
-
-def test_tree_operations_stay_cheap_with_many_nodes() -> None:
-    """10,000 leaves: a lookup, an insertion and an eviction do not look at all of them."""
-    import time
-
-    cache = make_cache(20_100)
-    rng = random.Random(0)
-
-    def visit(n: int) -> float:
-        started = time.thread_time()  # of this thread alone: other processes do not count
-        for i in range(n):
-            request = make_request(i, [rng.randrange(1_000_000) for _ in range(4)])
-            match = cache.look_up(request)
-            assert match is not None
-            cache.take(request, match)
-            assert cache.grow(request, 4)
-            request.planned = 4
-            cache.publish_committed(request, 4)
-            cache.release(request, cache.log.append("finish", i, "stop", 0))
-        return (time.thread_time() - started) / n
-
-    small = visit(500)
-    visit(9_500)
-    large = visit(500)
-    assert large < 10 * small, f"{small * 1e6:.0f} us with few nodes, {large * 1e6:.0f} us with many"
 
 
 def test_only_requests_with_the_same_salt_share_blocks() -> None:

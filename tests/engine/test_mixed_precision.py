@@ -14,7 +14,6 @@ from engine.errors import CheckpointError, EngineError
 from engine.model.config import Packing
 from engine.model.hf.config import read_model_config
 from engine.model.linear import ByteWeight, Fp8Weight, Int8Rows
-from engine.worker.limits import resolve
 from engine.worker.weights import quantised
 from tests.support.families import checkpoint
 from tests.support.images import save_layouts, with_images
@@ -144,15 +143,6 @@ def test_an_unsupported_scheme_is_refused_with_the_first_matrix_that_has_it(
         read_schemes(tmp_path, several([(FP8_ROWS, ["re:.*self_attn.*"]), (UNKNOWN, targets)], ignore))
 
 
-def test_an_unsupported_scheme_without_a_matrix_of_the_text_is_no_fault(tmp_path: Path) -> None:
-    groups = [(FP8_ROWS, ["Linear"]), (UNKNOWN, ["re:.*visual.*", "re:.*mtp.*", "re:.*mlp.*"])]
-    packing = read_schemes(tmp_path, several(groups, ["re:.*mlp.*"]))
-    assert packing.of("model.layers.1.self_attn.q_proj.weight") == Packing(
-        "compressed-tensors", floats=True, strategy="channel"
-    )
-    assert packing.of("model.layers.1.mlp.up_proj.weight") is None
-
-
 def test_a_quantised_matrix_without_a_target_is_named(tmp_path: Path) -> None:
     model = reference("qwen3", **SIZES)
     config = several([(FP8_ROWS, ["re:.*self_attn.*"]), (INT8_ROWS, ["re:.*(gate|down)_proj"])], [])
@@ -176,12 +166,6 @@ def test_a_target_that_cannot_be_matched_is_named(target: Any, message: str, tmp
         read_schemes(tmp_path, several([(FP8_ROWS, ["Linear"]), (INT8_ROWS, [target])], []))
 
 
-def test_groups_with_the_same_weights_are_one_scheme_whatever_their_targets(tmp_path: Path) -> None:
-    groups = [(FP8_ROWS, ["re:.*self_attn.*"]), (FP8_ROWS, ["re:.*mlp.*"])]
-    packing = read_schemes(tmp_path, several(groups, []))
-    assert packing == Packing("compressed-tensors", floats=True, strategy="channel")
-
-
 # ---- how they are computed
 
 
@@ -196,19 +180,6 @@ def test_integers_of_8_bits_are_computed_as_stored_on_a_cpu_and_other_mixtures_a
         reference("qwen3", **SIZES), tmp_path / "other", config, {"self_attn": int8_rows, "mlp": pack_quantized}
     )
     assert make_runner(directory, "auto").loaded.quantization == "none"
-
-
-def test_8_bit_integers_of_experts_are_expanded_on_a_cpu(tmp_path: Path) -> None:
-    """On a GPU too: its kernels for experts take 8-bit floats."""
-    theirs = reference("qwen3_moe")
-    theirs.set_experts_implementation("eager")
-    directory = written(theirs, tmp_path, INT8_ROWS, {"": int8_rows})
-    expected = their_logits(theirs.double(), prompt(0, PROMPT)).log_softmax(-1)
-    torch.testing.assert_close(logits(directory), expected, rtol=0, atol=1e-5)
-    loaded = make_runner(directory, "auto").loaded
-    assert loaded.quantization == "none"
-    (note,) = resolve(loaded.config, loaded.model_config).notes
-    assert note == "the checkpoint's compressed-tensors weights are expanded to float32"
 
 
 def test_on_a_gpu_all_schemes_must_be_computed_as_they_are_stored(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import torch
 
 from engine.model import ops
 from engine.model.config import RopeConfig
-from engine.model.hf.config import read_model_config
 from engine.model.rope import attention_factor, inverse_frequencies, rope_table
 from tests.support.models import SMALL, SMALL_EXPERTS, Driver, make_request, make_runner, prompt, reference, save
 from tests.support.parity import (
@@ -29,7 +28,6 @@ from tests.support.parity import (
     needs_kernels,
     our_logits,
     their_logits,
-    their_tokens,
 )
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
@@ -79,15 +77,6 @@ def test_logits_equal_those_of_transformers_whole_and_in_chunks(name: str, check
     assert_parity(model, Driver(make_runner(directory)))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_equal_those_of_transformers_in_float64(name: str, checkpoints: Checkpoints) -> None:
-    model, directory = checkpoints(name)
-    ids = prompt(1, PROMPT)
-    driver = Driver(make_runner(directory, "float64"))
-    ours = driver.generate(make_request(ids, 0), REPLY, chunk=10)
-    assert ours == their_tokens(model, ids, REPLY)
-
-
 def _random_config(random: Any) -> dict[str, Any]:
     """A config.json as a checkpoint may have it: fields that have defaults are there or not."""
     kind = random.choice(["mistral", "mistral", "qwen2", "qwen3", "qwen3_moe", "llama"])
@@ -117,7 +106,7 @@ def _random_config(random: Any) -> dict[str, Any]:
     return raw
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_any_config_computes_what_transformers_does_beyond_the_window(seed: int, tmp_path: Path) -> None:
     """In float64, from a config.json that transformers has not put in order before."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -138,7 +127,7 @@ def test_any_config_computes_what_transformers_does_beyond_the_window(seed: int,
     torch.testing.assert_close(ours.log_softmax(-1), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2-some-layers-windowed", "mistral-sliding-window", "llama3-rope"])
+@pytest.mark.parametrize("name", ["qwen2-some-layers-windowed", "llama3-rope"])
 def test_a_batch_of_mixed_lengths_gives_each_request_what_it_gets_alone(name: str, checkpoints: Checkpoints) -> None:
     _, directory = checkpoints(name)
     prompts = [prompt(seed, length) for seed, length in enumerate((3, 37, 1, 20))]
@@ -153,20 +142,6 @@ def test_a_batch_of_mixed_lengths_gives_each_request_what_it_gets_alone(name: st
     while any(len(request.output_ids) < 8 for request in requests):
         driver.run([(request, 1, True) for request in requests if len(request.output_ids) < 8])
     assert [request.output_ids for request in requests] == alone
-
-
-@pytest.mark.parametrize("cut", [1, 4, 7, 9])
-def test_a_cached_prefix_does_not_change_the_answer_wherever_it_is_cut(cut: int, checkpoints: Checkpoints) -> None:
-    """The suffix of a cached prefix is causal: it sees the prefix and itself up to each token, and no more."""
-    _, directory = checkpoints("qwen3")
-    driver = Driver(make_runner(directory, "float64"))
-    ids = prompt(3, PROMPT)
-    leader = make_request(ids, 0)
-    expected = driver.generate(leader, 8)
-    follower = make_request(ids, 1)
-    driver.share(follower, leader, cut)
-    assert follower.planned == cut * 4
-    assert driver.generate(follower, 8) == expected
 
 
 def test_a_token_the_host_has_not_seen_is_taken_from_the_device(checkpoints: Checkpoints) -> None:
@@ -281,30 +256,9 @@ def test_rms_norm_is_that_of_transformers_to_the_bit(dtype: torch.dtype, shape: 
         assert torch.equal(ops.norm(x, norm.weight, 1e-6), norm(x))
 
 
-def test_logits_are_computed_for_sampled_rows_only(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, directory = checkpoints("qwen3")
-    runner = make_runner(directory)
-    seen = []
-    sampler = runner.loaded.batch.sampler
-    original = sampler.sample
-    monkeypatch.setattr(sampler, "sample", lambda rows, *rest: seen.append(len(rows)) or original(rows, *rest))
-    driver = Driver(runner)
-    requests = [make_request(prompt(seed, PROMPT), seed) for seed in range(3)]
-    driver.run([(requests[0], PROMPT, True), (requests[1], 10, False)])
-    driver.run([(requests[0], 1, True), (requests[1], PROMPT - 10, True), (requests[2], PROMPT, True)])
-    driver.run([(request, 1, True) for request in requests])
-    assert seen == [1, 3, 3]
-
-
-def test_the_configuration_counts_parameters_as_the_model_has_them(checkpoints: Checkpoints) -> None:
-    for name in ("qwen3", "qwen3-tied", "qwen2", "llama-biases"):
-        model, directory = checkpoints(name)
-        assert read_model_config(directory).num_parameters == sum(p.numel() for p in model.parameters())
-
-
 @pytest.mark.usefixtures("compiled_or_not")
-@pytest.mark.parametrize("name", ["qwen3", "qwen2-some-layers-windowed", "llama-biases", "mistral-sliding-window"])
-@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("name", ["qwen2-some-layers-windowed", "llama-biases"])
+@pytest.mark.parametrize("count", [2, 7])
 def test_decode_steps_on_a_cpu_compute_what_the_decoder_does(name: str, count: int, checkpoints: Checkpoints) -> None:
     """They have their own arithmetic: the same logits, and the same keys and values."""
     _, directory = checkpoints(name)

@@ -156,17 +156,6 @@ def test_what_our_forms_cannot_hold_is_expanded(name: str, plain: tuple[Any, Pat
     assert make_runner(tmp_path / "m", "auto").loaded.quantization == "none"
 
 
-def test_groups_in_any_order_are_expanded(
-    plain: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, source = plain
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
-    monkeypatch.setitem(FORMATS, "gptq", (config, lambda m: gptq(m, 4, 32, True)))
-    quantise(type(model)(model.config), source, tmp_path / "m", "gptq")
-    runner = make_runner(tmp_path / "m", "auto")
-    assert runner.loaded.quantization == "none"
-
-
 KEPT_SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4, "vocab_size": 208,
 }  # fmt: skip
@@ -283,34 +272,6 @@ def test_a_matrix_is_expanded_if_a_part_of_it_does_not_fit(name: str, wider: tup
         torch.testing.assert_close(last_logits(group), expected[-1], rtol=0, atol=1e-5)
     finally:
         group.close()
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("kind", ["glm4", "granite"])
-def test_stored_rows_are_reordered_and_their_scales_multiplied(kind: str, tmp_path: Path) -> None:
-    """Interleaved rotary positions and one matrix for gate and up; multipliers of what is added to the residual."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4}
-    more = {"residual_multiplier": 0.22} if kind == "granite" else {"partial_rotary_factor": 0.5}
-    (tmp_path / "plain").mkdir()
-    theirs = checkpoint(kind, 0, tmp_path / "plain", **sizes, **more)
-    for name in ("fp8 rows", "fp8 blocks of 128"):
-        quantise(theirs, tmp_path / "plain", tmp_path / name, name)
-        expected = their_logits(theirs, prompt(0, PROMPT)).log_softmax(-1)
-        runner = make_runner(tmp_path / name, "float64", quantization="checkpoint")
-        ours = our_logits(Driver(runner), make_request(prompt(0, PROMPT), 0), [PROMPT]).log_softmax(-1)
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
-        assert all(isinstance(layer.qkv, ByteWeight) for layer in runner.loaded.model.layers)
-
-
-def test_8_bits_per_row_are_kept_by_our_8_bits(plain: tuple[Any, Path], tmp_path: Path) -> None:
-    """The largest number of each row is 127, so our scale of the row is the checkpoint's own."""
-    model, source = plain
-    exact = type(model)(model.config)
-    quantise(exact, source, tmp_path / "m", "int8 rows")
-    decoder = load_decoder(tmp_path / "m")
-    wide = decoder.layers[0].qkv
-    ours = Int8Weight(*Int8Weight.rounded(wide))
-    torch.testing.assert_close(ours.rows(torch.arange(len(wide))), wide, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from dataclasses import dataclass
 
 import pytest
@@ -142,44 +141,6 @@ def test_the_blocks_counted_are_those_that_the_tree_has(hashed: int, monkeypatch
         engine.check()
     assert min(checked) > 100
     assert {"evict", "preempt"} <= {record[2] for record in engine.log.drain()}
-
-
-def test_a_step_in_which_nobody_can_be_admitted_costs_the_same_whatever_the_prompts_length(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Counted, not timed: tokens read of the waiting prompts in a step."""
-    monkeypatch.setattr(longest_prefix, "HASHED_BLOCKS", 64)
-    engine, _ = make_engine("longest-prefix", blocks=126)
-    text, params = list(range(1600)), SamplingParams(max_tokens=200, ignore_eos=True)
-    engine.add_request(text, params)
-    for _ in range(10):
-        engine.step()
-    read = [0]
-
-    class Counting(list):  # type: ignore[type-arg]
-        def __getitem__(self, at):  # type: ignore[no-untyped-def]
-            read[0] += 1 if isinstance(at, int) else len(range(*at.indices(len(self))))
-            return super().__getitem__(at)
-
-    for i in range(20):  # none fits
-        request = engine.add_request([*text, *([1000 + i] * 400)], params)
-        request.ids = Counting(request.ids)
-    costs = []
-    order = engine.scheduler._order
-    assert order is not None
-    sort = order.sort
-
-    def counted(waiting: deque[Request]) -> None:
-        read[0] = 0
-        sort(waiting)
-        costs.append(read[0])
-
-    monkeypatch.setattr(order, "sort", counted)
-    for _ in range(60):
-        engine.step()
-    assert len(engine.scheduler.waiting) == 20
-    assert max(costs) == 64 * 16 and costs[-1] == 0
-    assert sum(costs) == 20 * (1600 + 16), "each prompt is read once, and no further than to the first miss"
 
 
 def test_prompts_hashed_over_several_steps_are_sorted_right_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ async def client(running: EngineClient) -> AsyncIterator[EngineClient]:
 
 async def until(true: Callable[[], object], what: str) -> None:
     """Wait for it, with patience: the machine may be busy."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not true():
             await asyncio.sleep(0.01)
     assert true(), what
@@ -200,7 +200,7 @@ async def test_slow_motion_is_slow_and_can_be_left_at_once(client: EngineClient)
     stream.drain()
     assert len(stream.ids) < 5
     await client.control("pace", factor=1.0)
-    async with asyncio.timeout(10):  # of slow motion, more than a minute would be left
+    async with asyncio.timeout(40):  # of slow motion, more than a minute would be left
         async for _ in stream:
             pass
     assert len(stream.ids) == 30
@@ -312,7 +312,7 @@ def test_the_engine_exits_when_its_parent_dies_for_any_reason(tmp_path: Path) ->
     ]
     engines = [int(parent.communicate(timeout=90)[0].split()[0]) for parent in parents]
     assert [parent.returncode for parent in parents] == [-signal.SIGKILL, -signal.SIGTERM, 3]
-    deadline = time.monotonic() + 8
+    deadline = time.monotonic() + 60
     for pid in engines:
         while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline, "the engine outlived its parent"

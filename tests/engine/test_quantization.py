@@ -21,7 +21,7 @@ from engine.model.decoder import Decoder
 from engine.model.four_bits import Int4Weight
 from engine.model.hf.config import read_model_config
 from engine.model.linear import Fp8Weight, Int8Weight, embed, linear, quantise_rows
-from engine.model.weights import dummy_weights, load_weights
+from engine.model.weights import load_weights
 from engine.params import SamplingParams
 from engine.worker.weights import quantised
 from minitui import tutor
@@ -142,15 +142,6 @@ def test_an_output_matrix_that_contradicts_a_tied_embedding_is_refused(tmp_path:
         load_weights(model.slots(), checkpoint, tied=True)
 
 
-def test_random_weights_are_those_of_the_other_types_rounded(directory: Path) -> None:
-    config = replace(read_model_config(directory), tie_word_embeddings=False)
-    plain, small = (Decoder(config, torch.float32, CPU, 16, quantised=quantised) for quantised in (None, Int8Weight))
-    dummy_weights(plain.slots(), 5)
-    dummy_weights(small.slots(), 5)
-    assert torch.equal(small.layers[1].mlp.down.values, quantise_rows(plain.layers[1].mlp.down)[0])
-    assert torch.equal(small.head.values, quantise_rows(plain.head)[0])
-
-
 @pytest.mark.usefixtures("compiled_or_not")
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_decode_steps_compute_what_the_decoder_does(count: int, directory: Path) -> None:
@@ -221,7 +212,7 @@ def test_what_fits_into_memory_is_chosen(directory: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(quantised, "free_memory", lambda: free * 10**9)
         return quantised.choose(replace(config, **options), model, CPU, "float32")
 
-    assert big.num_parameters > 4e10
+    assert 4e10 < big.num_parameters < 5e10
     assert chosen(200) == ("bf16", "")
     assert chosen(200, replace(big, dtype="float32")) == ("none", "")
     kind, sentence = chosen(60)
@@ -242,7 +233,13 @@ def test_compiled_kernels_give_a_row_the_same_bits_in_every_batch(kind: str, dir
 
 
 @pytest.mark.usefixtures("processor")
-@pytest.mark.parametrize("kind", ["none", "bf16", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("processor", "kind"),
+    [
+        ("this", "none"), ("this", "bf16"), ("this", "int8"), ("this", "int4"), ("none", "int8"), ("none", "bf16"),
+        ("without llvmlite", "none"), ("without llvmlite", "int8"), ("without GNU OpenMP", "int4"),
+    ], indirect=["processor"],
+)  # fmt: skip
 def test_a_reply_is_the_same_alone_and_in_a_batch(kind: str) -> None:
     """Greedy and seeded; log-probabilities too. The batch has more prompt tokens than kernels for few rows take."""
     if kind == "int4" and Int4Weight.why_not():
@@ -250,7 +247,7 @@ def test_a_reply_is_the_same_alone_and_in_a_batch(kind: str) -> None:
             LLM(str(tutor.model_dir()), quantization=kind)
         return
     llm = LLM(str(tutor.model_dir()), quantization=kind, enable_prefix_caching=False)
-    questions = ["What is a KV cache?", "What is paging?", "Hello", "Why is decoding slow? Explain it to a student."]
+    questions = ["What is paging?", "Hello", "Why is decoding slow? Explain it to a student."]
     chats = [[{"role": "user", "content": question}] for question in questions for _ in range(2)]
     given = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=8, logprobs=1, ignore_eos=True)
@@ -306,20 +303,6 @@ def test_a_product_with_8_bits_is_that_of_the_rounded_matrices(N: int, other: bo
     assert torch.equal(whole, expected)
 
 
-@pytest.mark.parametrize("group", [32, 128])
-def test_a_number_of_a_group_is_off_by_two_steps_at_most(group: int) -> None:
-    weight = four_bits(48, 128, group)
-    x = torch.randn(48, 128) * torch.logspace(-6, 3, 48)[:, None]
-    x[3] = 0
-    weight.copy_(x.bfloat16())
-    rounded, exact = weight.dense(), x.bfloat16().double()
-    step = (weight.groups.double().transpose(1, 2).flatten(0, 1) * weight.scale.double()[:, None]).abs()
-    assert ((rounded - exact).abs() <= 1.65 * step.repeat_interleave(group, 1)).all()
-    error = (rounded - exact).square().sum(1) / exact.square().sum(1).clamp_min(1e-30)
-    assert error[3] == 0
-    assert error.mean() < (0.0073 if group == 32 else 0.0105), "one scale, largest / 8, gives 0.0076 and 0.0113"
-
-
 def four_bits(rows: int, columns: int, group: int = 32, offsets: bool = False) -> Int4Weight:
     """A random matrix. Its row 3 has numbers of 1e-6, its row 4 has zeros."""
     if why_not := Int4Weight.why_not():
@@ -360,9 +343,6 @@ def test_a_product_with_4_bits_is_that_of_the_rounded_matrices(
 
 @pytest.mark.parametrize(("triple", "cpu", "names", "has", "lacks"), [
     ("aarch64-unknown-linux-gnu", "neoverse-n1", "neon dotprod", "sdot", "smmla"),
-    ("arm64-apple-darwin", "apple-m1", "neon dotprod", "sdot", "smmla"),
-    ("aarch64-unknown-linux-gnu", "cortex-a72", "neon", "mla", "sdot"),
-    ("x86_64-unknown-linux-gnu", "znver3", "avx2 fma f16c", "vpmaddubsw", "zmm"),
     ("x86_64-unknown-linux-gnu", "skylake-avx512", "avx2 avx512f avx512bw avx512vl", "vpmaddubsw", "vpdpbusd"),
     ("x86_64-unknown-linux-gnu", "icelake-server", "avx512f avx512bw avx512vl avx512vnni", "vpdpbusd", "vpmaddubsw"),
 ])  # fmt: skip
@@ -380,19 +360,6 @@ def test_the_kernels_compile_for_other_processors(triple: str, cpu: str, names: 
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu, opt=2)
     assembly = machine.emit_assembly(llvm.parse_assembly(str(module)))
     assert assembly.count(has) >= 24 and lacks not in assembly
-
-
-def test_features_are_only_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("llvmlite")
-    from engine.kernels.cpu.features import TAKEN, features
-
-    every = features().names
-    for name in TAKEN:
-        monkeypatch.setenv("MINITUI_CPU", name)
-        assert features().names <= every
-        assert features().names.isdisjoint(flag[1:] for flag in features().flags.split(",") if flag[0] == "-")
-    monkeypatch.setenv("MINITUI_CPU", "sse")
-    assert features().lacking() == "MINITUI_CPU is 'sse': use one of vnni, avx512, avx2, none, or unset it"
 
 
 def test_4_bits_take_what_they_should_and_keep_the_output_matrix_in_8(directory: Path) -> None:
@@ -434,17 +401,6 @@ def test_the_4_bit_model_computes_what_its_matrices_stand_for(directory: Path) -
         fast, plain = decodes_on_a_cpu(directory, count, quantization="int4")
         for ours, theirs in zip(fast, plain, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0.01 * float(theirs.abs().max()))
-
-
-def test_log_probabilities_stay_near_those_of_float32(directory: Path) -> None:
-    found = []
-    for options in ({}, OPTIONS):
-        driver = Driver(make_runner(directory, **options))
-        plan = driver.plan([(make_request(prompt(row, 30), row), 30, True) for row in range(8)])
-        found.append(step_logits(driver.runner, plan).log_softmax(-1))
-    error = (found[0] - found[1]).abs()
-    assert 0 < error.mean() < 0.05
-    assert error.max() < 0.5, "spread of the log-probabilities: about 10"
 
 
 def test_a_damaged_row_ends_only_its_own_request(tmp_path: Path) -> None:
@@ -498,7 +454,6 @@ def test_the_size_of_weights_is_known_without_computing_on_no_device(monkeypatch
     """Arithmetic on torch's "meta" device imports torch's compiler, which would take a second at each start."""
     monkeypatch.setattr("engine.model.decoder.rope_table", lambda *_: pytest.fail("a table without memory is computed"))
     assert quantised.weight_bytes("none", read_model_config(tutor.model_dir()), torch.float32) > 0
-
 
 
 @pytest.mark.parametrize(

@@ -72,18 +72,6 @@ def test_a_seed_gives_the_same_tokens_alone_in_a_batch_in_chunks_and_after_a_cac
     assert follower.output_ids == expected
 
 
-def test_a_seed_gives_the_same_tokens_after_a_preemption(directory: Path) -> None:
-    ids = prompt(6, 21)
-    expected = Driver(make_runner(directory, "float64")).generate(sampled(0, ids), 10)
-    driver = Driver(make_runner(directory, "float64"))
-    request = sampled(0, ids)
-    driver.generate(request, 5)
-    resumed = sampled(3, ids)  # its blocks are gone: everything is computed again, in another row
-    resumed.ids, resumed.id = list(request.ids), 99
-    driver.run([(make_request(prompt(1), 0), 20, True)])
-    assert driver.generate(resumed, 5, chunk=8) == expected
-
-
 def test_nan_in_one_request_ends_it_alone(directory: Path) -> None:
     runner = make_runner(directory)
     with torch.inference_mode():
@@ -100,21 +88,6 @@ def test_nan_in_one_request_ends_it_alone(directory: Path) -> None:
     assert [requests[0].output_ids, requests[2].output_ids] == clean
     assert [ids[:1] for ids in clean] == first
     assert runner.loaded.pool.keys[0][0].isfinite().all(), "the null block stays finite"
-
-
-def test_nan_in_reused_blocks_changes_nothing(directory: Path) -> None:
-    runner = make_runner(directory)
-    expected = Driver(runner).generate(make_request(prompt(3), 0), 6)
-    with torch.inference_mode():
-        for cache in (*runner.loaded.pool.keys, *runner.loaded.pool.values):
-            cache[1:] = torch.nan
-    driver = Driver(runner)
-    one, two = make_request(prompt(3), 0), make_request(prompt(4, 3), 1)
-    driver.run([(one, 20, True), (two, 3, True)])
-    for _ in range(5):
-        driver.run([(one, 1, True), (two, 1, True)])
-    assert one.output_ids == expected
-    assert driver.result.bad == []
 
 
 def test_logprobs_are_reported_by_entry(directory: Path) -> None:
@@ -175,27 +148,6 @@ def test_the_model_s_inputs_have_the_types_that_kernels_need(driver: Driver) -> 
     assert (meta.num_decodes, meta.max_q_len, meta.max_seq_len) == (1, 6, 21)
     assert meta.logit_rows is not None
     assert meta.logit_rows.tolist() == [0]
-
-
-def test_the_pool_and_the_table_never_move(driver: Driver) -> None:
-    loaded = driver.runner.loaded
-    tensors = [loaded.batch.table, loaded.batch.last_token, *loaded.pool.keys, *loaded.pool.values]
-    before = [tensor.data_ptr() for tensor in tensors]
-    for row in range(3):
-        driver.generate(make_request(prompt(row), row), 5)
-    tensors = [loaded.batch.table, loaded.batch.last_token, *loaded.pool.keys, *loaded.pool.values]
-    assert [tensor.data_ptr() for tensor in tensors] == before
-
-
-def test_nothing_records_gradients(driver: Driver) -> None:
-    """Autograd left on keeps every step's activations alive through the pool."""
-    seen = []
-    sample = driver.runner.loaded.sample
-    driver.runner.loaded.sample = lambda *step: seen.append(step[1]) or sample(*step)
-    driver.generate(make_request(prompt(0), 0), 3)
-    assert len(seen) == 3
-    assert all(logits.is_inference() and logits.grad_fn is None for logits in seen)
-    assert not any(cache.requires_grad for cache in driver.runner.loaded.pool.keys)
 
 
 def test_nothing_is_kept_of_requests_that_have_ended(directory: Path) -> None:

@@ -110,12 +110,6 @@ def test_draws_follow_the_softmax_exactly() -> None:
     assert_drawn_from(logits.softmax(-1), draws(logits, 100_000, temperature=1.0))
 
 
-def test_draws_at_a_temperature_follow_the_scaled_softmax() -> None:
-    logits = random_logits(1, 1)[0]
-    assert_drawn_from((logits / 1.7).softmax(-1), draws(logits, 50_000, temperature=1.7))
-    assert_drawn_from((logits / 0.4).softmax(-1), draws(logits, 50_000, temperature=0.4))
-
-
 def test_a_flat_distribution_over_a_large_vocabulary_is_drawn_flat() -> None:
     """Noise of few bits would favour low ids, which win ties."""
     vocab, count = 5000, 500
@@ -176,55 +170,12 @@ def test_noise_is_finite_and_gumbel() -> None:
 # ---- settings that are off change nothing
 
 
-@pytest.mark.parametrize(
-    "disabled",
-    [
-        {"top_k": 0},
-        {"top_k": -1},
-        {"top_k": VOCAB},
-        {"top_k": 10 * VOCAB},
-        {"top_p": 1.0},
-        {"min_p": 0.0},
-        {"repetition_penalty": 1.0},
-        {"presence_penalty": 0.0},
-        {"frequency_penalty": 0.0},
-        {"logit_bias": {}},
-        {"min_tokens": 0},
-        {"logprobs": 3},
-    ],
-)
-def test_each_disabled_default_alone_is_plain_argmax_and_plain_softmax(disabled: dict[str, Any]) -> None:
-    logits = random_logits(4, 2)
-    plain, other = Batch(), Batch()
-    for row in range(4):
-        temperature = 0.0 if row % 2 else 1.0
-        plain.add(row, temperature=temperature)
-        other.add(row, temperature=temperature, **disabled)
-    for position in range(20):
-        rows, positions = [0, 1, 2, 3], [position] * 4
-        assert plain.draw(logits, rows, positions) == other.draw(logits, rows, positions)
-    assert plain.draw(logits[:2], [1, 3]) == logits[:2].argmax(-1).tolist()
-
-
 # ---- truncation
 
 
 def kept(logits: torch.Tensor, **params: Any) -> set[int]:
     """Tokens that can be drawn: with a temperature at which all that is allowed is drawn soon."""
     return set(np.flatnonzero(draws(logits, 4000, **params)).tolist())
-
-
-def test_top_k_keeps_the_k_most_likely() -> None:
-    logits = torch.tensor([0.3, 2.0, -1.0, 1.9, 0.0, 1.0])
-    assert kept(logits, top_k=1) == {1}
-    assert kept(logits, top_k=3) == {1, 3, 5}
-    assert_drawn_from(
-        logits.masked_fill(logits < 1.0, -torch.inf).softmax(-1), draws(logits, 20_000, temperature=1.0, top_k=3)
-    )
-
-
-def test_top_k_keeps_ties_with_the_last() -> None:
-    assert kept(torch.tensor([1.0, 2.0, 1.0, 1.0, 0.0]), top_k=2) == {0, 1, 2, 3}
 
 
 def test_top_p_keeps_the_token_that_crosses_the_boundary() -> None:
@@ -237,24 +188,11 @@ def test_top_p_keeps_the_token_that_crosses_the_boundary() -> None:
     assert_drawn_from(torch.tensor([5 / 8, 3 / 8, 0, 0]), draws(logits, 20_000, temperature=1.0, top_p=0.7))
 
 
-def test_top_p_looks_at_what_top_k_has_left() -> None:
-    """Of 0.5, 0.3 and 0.15 the first two are 84 %: top_p 0.82 then keeps two, where of all four it keeps three."""
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert kept(logits, top_k=3, top_p=0.82) == {0, 1}
-    assert kept(logits, top_p=0.82) == {0, 1, 2}
-
-
 def test_min_p_is_relative_to_the_most_likely() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     assert kept(logits, min_p=0.5) == {0, 1}
     assert kept(logits, min_p=0.09) == {0, 1, 2, 3}
     assert kept(logits, min_p=1.0) == {0}
-
-
-def test_temperature_comes_before_top_p() -> None:
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert kept(logits, top_p=0.6, temperature=0.2) == {0}
-    assert kept(logits, top_p=0.6, temperature=5.0) == {0, 1, 2}
 
 
 def test_truncation_equals_that_of_transformers() -> None:
@@ -283,49 +221,6 @@ def test_a_tiny_temperature_is_argmax_without_nan_and_zero_is_exact() -> None:
     drawn = batch.sample(logits, [0, 1, 2])
     assert drawn.ids.tolist() == logits.argmax(-1).tolist()
     assert not drawn.bad.any()
-
-
-def test_settings_too_small_for_their_type_do_not_become_zero() -> None:
-    """top_p = 0 would keep nothing, and the penalty of a forbidden token would be −inf · 0."""
-    logits = torch.tensor([1.0, 3.0, 2.0, -1.0])
-    assert kept(logits, top_p=1e-300) == {1}
-    batch = Batch(4)
-    batch.add(0, ids=[0, 1], temperature=1.0, top_p=5e-324, repetition_penalty=1e-300, min_tokens=3)
-    assert (batch.sampler.host_settings()[0][0, [sampling.TOP_P, sampling.REPETITION]] > 0).all()
-    drawn = batch.sample(logits[None], [0])
-    assert (drawn.ids.tolist(), drawn.bad.tolist()) == ([1], [False])
-
-
-def sorted_widths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Records what is sorted from here on: (rows, how many of the largest)."""
-    calls: list[tuple[int, int]] = []
-    original = sampling.descending
-    monkeypatch.setattr(
-        sampling, "descending", lambda values, width: calls.append((len(values), width)) or original(values, width)
-    )
-    return calls
-
-
-def test_sorting_is_skipped_when_no_row_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = sorted_widths(monkeypatch)
-    batch = Batch()
-    batch.add(0, temperature=0.7)
-    batch.add(1, temperature=0.0, top_p=0.5)  # greedy: truncation changes nothing
-    batch.add(2, temperature=1.0, min_p=0.1)
-    batch.draw(random_logits(3), [0, 1, 2])
-    assert calls == []
-
-
-def test_the_whole_vocabulary_is_sorted_only_for_top_p_without_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = sorted_widths(monkeypatch)
-    batch = Batch()
-    batch.add(0, temperature=1.0, top_k=5, top_p=0.9)
-    batch.add(1, temperature=1.0, top_k=9)
-    batch.add(2, temperature=1.0)
-    batch.add(3, temperature=1.0, top_p=0.9)
-    batch.draw(random_logits(3), [0, 1, 2])
-    batch.draw(random_logits(2), [1, 3])
-    assert calls == [(2, 9), (2, VOCAB)]
 
 
 @pytest.mark.parametrize("vocab", [300, sampling.SMALL_VOCABULARY + 1])
@@ -382,15 +277,6 @@ def greedy_after(logits: torch.Tensor, **params: Any) -> int:
     return batch.draw(logits[None], [0])[0]
 
 
-def test_repetition_penalty_counts_prompt_and_reply_and_pushes_towards_less_likely() -> None:
-    logits = torch.tensor([1.0, 2.0, 1.5, -0.5, 0.2])
-    assert greedy_after(logits, ids=[1, 4], prompt=1) == 1
-    assert greedy_after(logits, ids=[1, 4], prompt=1, repetition_penalty=1.5) == 2
-    assert greedy_after(logits, ids=[4, 1], prompt=1, repetition_penalty=1.5) == 2
-    negative = torch.tensor([-1.0, -1.2, -3.0])
-    assert greedy_after(negative, ids=[0, 0], prompt=2, repetition_penalty=1.5) == 1
-
-
 def test_repetition_penalty_equals_that_of_transformers() -> None:
     from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
@@ -436,49 +322,7 @@ def test_penalties_are_rebuilt_after_a_preemption() -> None:
     assert ids == expected
 
 
-def test_logit_bias_adds_to_the_logits() -> None:
-    logits = torch.tensor([1.0, 2.0, 1.5])
-    assert greedy_after(logits, logit_bias={1: -1.0}) == 2
-    assert greedy_after(logits, logit_bias={0: 1.5, 2: 0.75}) == 0
-    assert_drawn_from(
-        torch.tensor([1.0, 2.0, 2.5]).softmax(-1), draws(logits, 20_000, temperature=1.0, logit_bias={2: 1.0})
-    )
-
-
-def test_min_tokens_forbids_stop_ids_until_it_is_reached() -> None:
-    logits = torch.tensor([[5.0, 4.0, 3.0]])
-    batch = Batch(3)
-    batch.add(0, ids=[2, 2], temperature=0.0, min_tokens=2, stop_token_ids=[1])
-    assert [batch.draw(logits, [0], [position])[0] for position in (2, 3, 4)] == [2, 2, 0]
-
-
-def test_biases_come_before_penalties_and_penalties_before_temperature() -> None:
-    """A bias of +1 turns the logit positive, so that the penalty divides it."""
-    logits = torch.tensor([-0.5, 0.2, 0.0])
-    counts = draws(logits, 30_000, ids=[0], logit_bias={0: 1.0}, repetition_penalty=2.0, temperature=0.5)
-    assert_drawn_from((torch.tensor([0.25, 0.2, 0.0]) / 0.5).softmax(-1), counts)
-
-
 # ---- rows
-
-
-def test_a_rows_settings_never_affect_another_row() -> None:
-    """Every row in a full batch draws what it draws alone, in any order and company, to the last bit."""
-    logits = random_logits(8, 6)
-    batch = Batch()
-    for row in range(6):
-        add_everything(batch, row)
-    batch.add(6)
-    batch.add(7, temperature=0.0)
-    alone = []
-    for row in range(8):
-        lonely = Batch()
-        request = batch.requests[row]
-        lonely.requests[row] = request
-        lonely.sampler.set_row(RowSettings.of(request))
-        alone.append(lonely.draw(logits[row : row + 1], [row], [6])[0])
-    order = [5, 0, 7, 3, 6, 1, 4, 2]
-    assert batch.draw(logits[order], order, [6] * 8) == [alone[row] for row in order]
 
 
 def test_a_seed_fixes_a_requests_tokens_whatever_else_is_in_the_batch() -> None:
@@ -540,24 +384,6 @@ def test_a_row_keeps_nothing_of_the_request_before() -> None:
     used.add(3, temperature=0.9, seed=4)
     fresh.add(3, temperature=0.9, seed=4)
     assert [used.draw(logits, [3], [p]) for p in range(20)] == [fresh.draw(logits, [3], [p]) for p in range(20)]
-
-
-def lines(batch: Batch) -> int:
-    return len(batch.sampler._counts) + len(batch.sampler._bias)
-
-
-def test_lines_over_the_vocabulary_exist_for_rows_that_need_them_only() -> None:
-    batch = Batch(rows=64)
-    for row in range(64):
-        batch.add(row)
-    assert lines(batch) == 0
-    for row in range(5):
-        batch.add(row, presence_penalty=1.0)
-        batch.add(row + 10, logit_bias={1: 1.0})
-    assert lines(batch) == 10
-    for row in range(64):
-        batch.add(row)
-    assert lines(batch) == 0
 
 
 # ---- logprobs

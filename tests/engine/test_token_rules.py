@@ -12,7 +12,6 @@ import pytest
 from engine.core.engine import Engine
 from engine.core.request import Request
 from engine.core.scheduler import SchedulerConfig
-from engine.core.token_rules import TokenRules
 from engine.errors import InvalidRequest
 from engine.params import LONGEST_BAD_WORD, MAX_BAD_WORDS, SamplingParams
 from engine.text.structured import Grammars
@@ -157,20 +156,3 @@ def test_a_word_is_excluded_with_and_without_a_space_before_it() -> None:
     with pytest.raises(InvalidRequest, match="surrogate") as caught:
         grammars.words(lone)
     assert caught.value.field == "bad_words"
-
-
-def test_rules_of_many_words_look_only_at_words_that_may_end_now() -> None:
-    words = [[1, 2, 3], [2, 3], [4, 3], [9]]
-    rules = TokenRules(SamplingParams(), words, 64)
-
-    def excluded() -> set[int]:
-        bits = np.unpackbits(rules.mask().view(np.uint8), bitorder="little")
-        return set(np.flatnonzero(bits[:64] == 0).tolist())
-
-    assert excluded() == {9}
-    for token, expected in ((1, {9}), (2, {9, 3}), (5, {9}), (2, {9, 3}), (4, {9, 3}), (31, {9})):
-        rules.advance(token)
-        assert excluded() == expected, token
-    last = TokenRules(SamplingParams(), [[31, 31]], 64)
-    last.advance(31)
-    assert np.unpackbits(last.mask().view(np.uint8), bitorder="little")[31] == 0

@@ -39,15 +39,6 @@ def basic(model: str) -> None:
 
 
 @script
-def basic_with_the_models_own_sampling(model: str) -> None:
-    from engine import LLM
-
-    llm = LLM(model=model)
-    sampling_params = llm.get_default_sampling_params()
-    assert len(llm.generate(PROMPTS, sampling_params)) == 3
-
-
-@script
 def generate_with_arguments_of_the_command_line(model: str) -> None:
     from engine import LLM, EngineArgs, FlexibleArgumentParser
 
@@ -269,18 +260,6 @@ def pause_and_resume(model: str) -> None:
 
 
 @script
-def reproducibility(model: str) -> None:
-    from engine import LLM, SamplingParams
-
-    llm = LLM(model=model, seed=42)
-    params = SamplingParams(temperature=0.8, top_p=0.95, seed=42)
-    first, again = (
-        [output.outputs[0].token_ids for output in llm.generate(PROMPTS, sampling_params=params)] for _ in range(2)
-    )
-    assert first == again
-
-
-@script
 def speculative_decoding(model: str) -> None:
     from engine import LLM, SamplingParams, TokensPrompt
 
@@ -307,25 +286,6 @@ def one_rank_of_several(model: str) -> None:
         compilation_config={"level": 3},
     )  # fmt: skip
     assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=[16, 20][1]))) == 3
-
-
-@script
-def random_weights(model: str) -> None:
-    from engine import LLM, RequestOutput, SamplingParams
-
-    llm = LLM(model=model, load_format="dummy", enforce_eager=True, cpu_offload_gb=10, swap_space=4)
-    outputs: list[RequestOutput] = llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95))
-    assert len(outputs) == 3
-
-
-@script
-def beam_search(model: str) -> None:
-    from engine import LLM, BeamSearchParams, TextPrompt
-
-    outputs = LLM(model=model).beam_search(
-        [TextPrompt(prompt=prompt) for prompt in PROMPTS], BeamSearchParams(beam_width=3, max_tokens=4)
-    )
-    assert all(output.sequences[0].text.startswith(prompt) for output, prompt in zip(outputs, PROMPTS, strict=True))
 
 
 @script
@@ -370,15 +330,6 @@ def options_as_a_dict(model: str) -> None:
     params = [SamplingParams(max_tokens=length) for length in (2, 3, 4)]
     outputs = llm.generate([{"prompt": prompt} for prompt in PROMPTS], params, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 3, 4]
-
-
-@script
-def logprobs_of_the_prompt_and_the_reply(model: str) -> None:
-    from engine import LLM, SamplingParams
-
-    llm = LLM(model=model, max_logprobs=20)
-    [output] = llm.generate("The future", SamplingParams(max_tokens=2, logprobs=5, prompt_logprobs=0))
-    assert output.prompt_logprobs and output.prompt_logprobs[0] is None and len(output.outputs[0].logprobs or ()) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.* has no effect:UserWarning")

@@ -20,7 +20,7 @@ from engine.errors import CheckpointError, EngineError
 from engine.model.decoder import Decoder
 from engine.model.hf.config import read_model_config
 from engine.model.weights import dummy_weights
-from tests.support.models import Driver, load_decoder, make_request, make_runner, plain_runner, reference, rewrite, save
+from tests.support.models import Driver, load_decoder, make_request, plain_runner, reference, rewrite, save
 
 CPU = torch.device("cpu")
 
@@ -42,13 +42,6 @@ def test_every_parameter_is_filled_from_its_own_tensor(kind: str, shards: bool, 
         assert torch.equal(slot.view, theirs[slot.name].expand_as(slot.view)), slot.name
 
 
-def test_weights_are_cast_to_the_models_dtype(checkpoint: Path) -> None:
-    exact = load_decoder(checkpoint)
-    half = load_decoder(checkpoint, torch.bfloat16)
-    for one, other in zip(exact.slots(), half.slots(), strict=True):
-        assert torch.equal(one.view.bfloat16(), other.view)
-
-
 def test_progress_counts_every_byte(checkpoint: Path) -> None:
     told: list[dict[str, Any]] = []
     model = load_decoder(checkpoint, on_progress=told.append)
@@ -64,12 +57,6 @@ def test_missing_tensors_are_named(checkpoint: Path) -> None:
         load_decoder(checkpoint)
 
 
-def test_unexpected_tensors_are_named(checkpoint: Path) -> None:
-    rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": torch.zeros(4)}))
-    with pytest.raises(CheckpointError, match=r"has model\.layers\.0\.self_attn\.sinks, unknown to this architecture"):
-        load_decoder(checkpoint)
-
-
 def test_misshapen_tensors_are_named_with_both_shapes(checkpoint: Path) -> None:
     name = "model.layers.0.self_attn.k_proj.weight"
     rewrite(checkpoint, lambda tensors: tensors.update({name: torch.zeros(32, 64), "model.norm.weight": torch.ones(1)}))
@@ -79,12 +66,6 @@ def test_misshapen_tensors_are_named_with_both_shapes(checkpoint: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_tensors_of_another_kind_are_named(checkpoint: Path) -> None:
-    rewrite(checkpoint, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is of type I8"):
-        load_decoder(checkpoint)
-
-
 def test_all_faults_are_named_at_once_and_shortened(checkpoint: Path) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if "layers" in name]:
@@ -92,13 +73,6 @@ def test_all_faults_are_named_at_once_and_shortened(checkpoint: Path) -> None:
 
     rewrite(checkpoint, change)
     with pytest.raises(CheckpointError, match=r"lacks .* and \d+ more; it has .*blocks.* and \d+ more, unknown"):
-        load_decoder(checkpoint)
-
-
-def test_a_truncated_file_is_named(checkpoint: Path) -> None:
-    path = checkpoint / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a complete safetensors file .*download it"):
         load_decoder(checkpoint)
 
 
@@ -157,17 +131,6 @@ def test_a_directory_without_safetensors_is_refused_with_advice(checkpoint: Path
     (checkpoint / "pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match="download the checkpoint again"):
         load_decoder(checkpoint)
-
-
-def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
-    directory = save(reference("qwen3", tie_word_embeddings=True), tmp_path)
-    model = load_decoder(directory)
-    assert model.head is model.embedding
-    rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] * 1}))
-    load_decoder(directory)  # a copy does no harm
-    rewrite(directory, lambda tensors: tensors["lm_head.weight"].add_(1))
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight that differs .* tie_word_embeddings to false"):
-        load_decoder(directory)
 
 
 def test_rotary_frequencies_of_old_checkpoints_are_not_unexpected(checkpoint: Path) -> None:
@@ -229,15 +192,6 @@ print((memory("VmHWM") - before) / 1024, model.nbytes / 2**20)
     grown, size = map(float, output.split())
     assert size > 35
     assert 0 < grown < 18, f"{grown:.0f} MiB for shards of 10 MB"
-
-
-def test_a_runner_reports_what_its_memory_holds(checkpoint: Path) -> None:
-    runner = make_runner(checkpoint, num_blocks=10)
-    loaded = runner.loaded
-    config = loaded.model_config
-    assert runner.num_blocks == 11
-    assert loaded.memory.kv_cache == loaded.pool.nbytes == 11 * 4 * config.kv_bytes_per_token(torch.float32)
-    assert abs(loaded.memory.weights - config.num_parameters * 4) < 4096
 
 
 @pytest.mark.parametrize(

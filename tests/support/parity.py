@@ -51,17 +51,6 @@ def their_logits(model: Any, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0]
 
 
-def their_tokens(model: Any, ids: list[int], count: int) -> list[int]:
-    """Greedy tokens of transformers in float64."""
-    exact = type(model)(model.config).double().eval()
-    exact.set_experts_implementation("eager")  # their fast one has no float64
-    exact.load_state_dict(model.state_dict())
-    ids = list(ids)
-    for _ in range(count):
-        ids.append(int(their_logits(exact, ids)[-1].argmax()))
-    return ids[-count:]
-
-
 def our_logits(driver: Driver, request: Any, chunks: list[int]) -> torch.Tensor:
     """Logits of every position, the prompt computed in chunks."""
     rows = []
