@@ -33,7 +33,7 @@ def recordings_app() -> RecordingsApp:
     return RecordingsApp(source, Chats(source), Settings(), system="")
 
 
-@pytest.mark.parametrize(("size", "both"), [((80, 24), False), ((100, 56), True), ((240, 70), True)])
+@pytest.mark.parametrize(("size", "both"), [((80, 24), False), ((240, 70), True)])
 async def test_two_recordings_are_shown_with_their_figures(size: tuple[int, int], both: bool) -> None:
     app = recordings_app()
     async with app.run_test(size=size) as pilot:

@@ -85,7 +85,7 @@ async def test_every_key_of_a_panel_runs_its_action() -> None:
         assert await press_all(app, pilot, "inspect", "map") == []
 
 
-@pytest.mark.parametrize(("mode", "panel"), [("chat", ""), ("lecture", ""), ("inspect", "map")])
+@pytest.mark.parametrize(("mode", "panel"), [("chat", ""), ("lecture", "")])
 async def test_every_key_runs_its_action_on_an_engine(mode: str, panel: str) -> None:
     async with live((80, 24)) as (app, pilot):
         assert await press_all(app, pilot, mode, panel) == []

@@ -118,7 +118,7 @@ def test_the_application_shows_hostile_text_as_signs(home: Path):
     terminal.type("2")
     terminal.until("Radix tree")
     terminal.type("q")
-    assert terminal.ended(30) == 0
+    assert terminal.ended() == 0
     answer, code = assert_plain(terminal.raw)
     assert answer == visible(MARKDOWN) and code == visible(EVIL)
     assert "␛[31;9mVIL␛]0;title␇".encode() in terminal.raw
@@ -175,14 +175,14 @@ TITLES = ("border_title", "border_subtitle", "tooltip")
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [("ask x", 0), ("ask x --fail", 1), ("ask x --json", 0), ("tail", 0), ("tail --fail", 1)],
+    [("ask x --fail", 1), ("ask x --json", 0), ("tail", 0)],
 )
 def test_a_command_with_a_hostile_model_writes_plain_bytes(home: Path, arguments: str, expected: int):
     terminal = Terminal(python("-m", "tests.support.hostile", *arguments.split()), home)
     if arguments == "tail":
         terminal.until("Type a question")
         terminal.type("why?\n\x04")
-    assert terminal.ended(60) == expected
+    assert terminal.ended() == expected
     assert_plain(terminal.raw, status=True)
     if "--json" in arguments:
         [line] = re.findall(rb'\{"answer.*\}', terminal.raw)

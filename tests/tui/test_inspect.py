@@ -122,20 +122,11 @@ async def test_changed_cells_alone_make_the_terminals_picture_the_screens(clock,
             await frames(app, pilot, clock, 3)
             app.say(f"a notice over the panels, after {key}")
             await frames(app, pilot, clock, 3)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while cells_of(written) != whole(app) and time.monotonic() < deadline:
                 await pilot.pause(0.01)
             assert cells_of(written) == whole(app), key
     assert kinds.count(RowUpdate) > 20 and kinds.count(ChopsUpdate) < kinds.count(RowUpdate)
-
-
-async def test_a_panel_that_tab_brings_is_painted_before_the_next_frame(clock):
-    async with opened(SMALL, (80, 24), clock) as (app, pilot):
-        await pilot.press("tab")
-        table, deadline = app.screen.query_one("#table"), time.monotonic() + 10
-        while "Block table" not in table.text and time.monotonic() < deadline:
-            await pilot.pause(0.01)
-        assert "Block table" in table.text
 
 
 async def test_tab_goes_through_the_panels_and_on_a_small_screen_shows_one_at_a_time(clock):

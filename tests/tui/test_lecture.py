@@ -11,8 +11,6 @@ import pytest
 from engine.trace.state import State
 from minitui.dev.simulator import SMALL, Load, Stress
 from minitui.text import count
-from minitui.trace.bundled import find_trace
-from minitui.trace.reader import TraceReader
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.widgets.lecture import Why
 from minitui.viewmodel.explain.predict import question_about
@@ -75,36 +73,6 @@ def test_each_sentence_says_what_the_records_say():
         decisions = kinds & {"admit", "evict", "preempt", "finish", "wait", "match"}
         assert notable(view, step[3]) == bool(prefills or decisions)
     assert {"preempt", "evict", "finish", "wait", "match"} <= seen, "the load must show everything"
-
-
-def test_who_begins_a_block_is_told_at_the_gate():
-    for stress, _view, records, text in told(SMALL, 300):
-        step = next(record for record in records if record[2] == "step")
-        if step[4] or not any(record[2] == "alloc" for record in records):
-            continue
-        alloc = next(record for record in records if record[2] == "alloc")
-        if len(stress.scheduler.running) == 1:
-            assert text.startswith(f"r{alloc[3]} decodes one token, the first token of block {alloc[4][0]}.")
-            return
-    pytest.fail("no request began a block by itself")
-
-
-def test_a_prefix_that_is_still_being_computed_is_told():
-    load = Load(blocks=200, chats=2, rows=4, budget=512, context=480, reply=(20, 30), system_repeat=8, paste=0.0)
-    stress = Stress(load)
-    stress._people[1].ids = list(stress._people[0].ids)  # the same system prompt
-    stress._speaking = [(0.0, 0), (0.0, 1)]
-    view = View()
-    view.texts.ids_to_text = stress.words.decode
-    view.reset(State(load.blocks + 1, 16, load.budget, load.rows).snapshot())
-    texts = []
-    for _ in range(12):
-        stress.run_steps(1)
-        view.fold(stress.drain(), stress.now)
-        view.frame(stress.now)
-        texts.append(narrate(view, view.history.steps.last))
-    assert texts[0].count("is admitted") == 2 and "r2 is admitted: the first 160 of its" in texts[0]
-    assert any("being computed by r1" in text for text in texts), texts
 
 
 def test_nothing_is_said_of_a_step_that_is_not_known():
@@ -278,12 +246,3 @@ async def test_while_the_engine_runs_the_sentence_is_of_the_last_step_that_did_m
         newest = next(at for at in range(app.view.history.steps.last, -1, -1) if notable(app.view, at))
         assert step == newest
         assert "steps ago" in title or "now" in title
-
-
-def test_a_step_that_took_long_has_its_reason_in_the_lecture() -> None:
-    reader, view = TraceReader(find_trace("small-pool")), View()
-    view.reset(reader.part(0).snapshot)
-    view.fold(list(reader.records()))
-    told = narrate(view, 64)
-    assert re.search(r"decode one token each\. It took 19\.7 ms \(expected 11\.\d ms, \+8\.\d+: device .*\)\.$", told)
-    assert "took" not in narrate(view, 63), "it took the usual time"

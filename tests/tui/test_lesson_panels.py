@@ -23,7 +23,6 @@ from minitui.teaching.lessons.recorded_timelines import (
     OVERLAP,
     eager_and_graphs,
     larger_model,
-    launch_ms,
     overlap,
 )
 from minitui.teaching.recorded_steps import recorded_device
@@ -34,7 +33,7 @@ from minitui.tui.widgets.lesson.panels import NumberedBlocks
 from minitui.tui.widgets.lesson.recorded_runs import HostAndDevice
 from minitui.tui.widgets.lesson.tree_blocks import NodeBlocks
 from minitui.tui.widgets.lesson.wire import WireLines
-from minitui.tui.widgets.rows import plain, whole_words
+from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.board import Curve, Curves, RecordedRun, RecordedRuns, TreeBlocks, TreeLine, Wire
 from minitui.viewmodel.view import View
 
@@ -68,24 +67,6 @@ def test_a_curve_is_drawn_by_equal_factors_with_its_numbers_below(height: int) -
     assert flat == len(drawing) - 1 and drawing[flat].count("█") == 4, "a constant cost is a flat line"
     rising = [y for x in (24, 36, 48, 60) for y, row in enumerate(drawing) if row[x - 2] == "○"]
     assert rising == sorted(rising, reverse=True) and rising[-1] == 0
-
-
-def test_sizes_that_are_not_measured_yet_have_a_dash() -> None:
-    assert drawn(CostCurves(), curves({1: 4.0}), 60, 8)[-2].split() == ["█", "here", "4.00", "–", "–", "–"]
-    view = View()
-    view.put(Curves("Costs", "rows", SIZES, (Curve("here", {}),)))
-    assert drawn(CostCurves(), view, 60, 8)[-1].split() == ["█", "here", "–", "–", "–", "–"]
-    assert "has not run" in drawn(CostCurves(), View(), 60, 8)[0]
-
-
-def test_the_recording_has_both_models_and_what_its_steps_show() -> None:
-    device = recorded_device()
-    assert device.name == "H200" and list(device.models) == ["0.6B", "8B"]
-    for model in device.models.values():
-        eager, graphs, overlap = (model.timeline(mode, 1) for mode in MODES)
-        assert eager.step_ms > graphs.step_ms > overlap.step_ms
-        assert overlap.step_ms == pytest.approx(model.decode[1], rel=0.05), "timelines and costs agree"
-        assert 0.9 < launch_ms(eager) / eager.step_ms < 1 and len(graphs.steps_kept) == 20
 
 
 @pytest.mark.parametrize("play", [eager_and_graphs, larger_model, overlap])
@@ -167,12 +148,6 @@ def test_the_map_of_a_lesson_has_the_number_of_each_block(width: int) -> None:
     assert [line.index(mark) for mark in line[:1]] == [0] and not re.search(r"\d", line), "no room for numbers in cells"
     for number in ruler.split():
         assert ruler.index(number) == int(number) - 1, "the number is above its block"
-
-
-def test_a_label_ends_after_a_whole_word() -> None:
-    text = "system You are the tutor"
-    assert whole_words(text, 24) == text and whole_words(text, 15) == "system You are…"
-    assert whole_words(text, 17) == "system You are…" and whole_words(text, 4) == "sys…"
 
 
 @pytest.mark.parametrize("tool", ["curl", "httpx"])

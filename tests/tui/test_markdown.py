@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from minitui.tui.markdown import LONG_BLOCK, TONES, Line, Streamed, plain, render, shortened, wrap
+from minitui.tui.markdown import TONES, Line, Streamed, plain, render, shortened, wrap
 
 DOCUMENT = """# Paging
 
@@ -121,19 +119,3 @@ def test_a_shortened_text_keeps_its_beginning_and_its_end():
     assert shortened("a" * 10, 10) == "a" * 10
     assert shortened("abc" + "x" * 5_000 + "def", 6) == "abc\n\n… 5,000 characters are not shown …\n\ndef"
     assert shortened("x" * 20, 0) == "\n\n… 20 characters are not shown …\n\n"
-
-
-def test_a_list_of_two_hundred_items_streams_at_a_cost_that_stays_small():
-    """As one widget a block each this took 957 ms an append at its end."""
-    text = "".join(f"- item {i} with a few words in it\n" for i in range(200))
-    assert len(text) > 3 * LONG_BLOCK
-    costs = []  # of each append, twice: the cheaper one had no collection of all garbage in it
-    for _ in range(2):
-        streamed = Streamed(60)
-        costs.append([])
-        for end in range(0, len(text), 80):
-            started = time.process_time()  # others may use this machine, too
-            streamed.update(text[:end])
-            costs[-1].append(time.process_time() - started)
-    assert max(map(min, *costs)) < 0.1
-    assert text_of(streamed.finish(text)).count("• item") == 200

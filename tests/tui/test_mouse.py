@@ -18,8 +18,6 @@ from minitui.tui.widgets.replay_bar import ReplayBar
 from tests.support.driving import drawn, press, until
 from tests.tui.test_keys import live, recording
 
-BOTH = pytest.mark.parametrize("opened", [live, recording])
-
 
 async def inspecting(app: MinituiApp, pilot: Pilot[Any]) -> InspectScreen:
     """Returns the inspect screen, with the focus outside the prompt."""
@@ -48,7 +46,7 @@ def chosen(app: MinituiApp) -> tuple[str, Any]:
     return app.view.selection.kind, app.view.selection.id
 
 
-@BOTH
+@pytest.mark.parametrize("opened", [live, recording])
 async def test_a_click_in_the_lanes_selects_the_step_or_the_request(opened: Any) -> None:
     async with opened((160, 48)) as (app, pilot):
         lanes = (await inspecting(app, pilot)).query_one(BatchLanes)
@@ -61,9 +59,8 @@ async def test_a_click_in_the_lanes_selects_the_step_or_the_request(opened: Any)
         assert chosen(app) == ("request", lanes.rows.slots[row][-1])
 
 
-@BOTH
-async def test_a_click_in_the_block_table_selects_the_block(opened: Any) -> None:
-    async with opened((160, 48)) as (app, pilot):
+async def test_a_click_in_the_block_table_selects_the_block() -> None:
+    async with recording((160, 48)) as (app, pilot):
         table = (await inspecting(app, pilot)).query_one(BlockTable)
         running = [id for id, request in app.view.moment.shown.state.requests.items() if request.table]
         app.view.select("request", max(running or app.view.history.lanes.lanes))
@@ -77,9 +74,8 @@ async def test_a_click_in_the_block_table_selects_the_block(opened: Any) -> None
         assert chosen(app) == ("block", block), "the heading is no block"
 
 
-@BOTH
-async def test_a_click_on_a_slow_step_chooses_it_and_another_goes_there(opened: Any) -> None:
-    async with opened((160, 60)) as (app, pilot):
+async def test_a_click_on_a_slow_step_chooses_it_and_another_goes_there() -> None:
+    async with recording((160, 60)) as (app, pilot):
         screen = await inspecting(app, pilot)
         timings = screen.query_one(StepTimings)
         await press(pilot, "tab", "tab", "tab", "tab", "z")
@@ -95,9 +91,8 @@ async def test_a_click_on_a_slow_step_chooses_it_and_another_goes_there(opened: 
         assert chosen(app) == ("step", step)
 
 
-@BOTH
-async def test_a_click_on_the_slowest_step_of_small_timings_selects_it(opened: Any) -> None:
-    async with opened((100, 32)) as (app, pilot):
+async def test_a_click_on_the_slowest_step_of_small_timings_selects_it() -> None:
+    async with recording((100, 32)) as (app, pilot):
         timings = (await inspecting(app, pilot)).query_one(StepTimings)
         slowest = app.view.timings.slowest
         assert timings.times is None and slowest is not None

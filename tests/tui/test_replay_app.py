@@ -9,7 +9,6 @@ import xml.etree.ElementTree as ElementTree
 import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from minitui.teaching.demo import DEMOS
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceError
 from minitui.tui.demo import play_in_app
-from minitui.tui.replay_app import ReplayApp, replay_app, shortened
+from minitui.tui.replay_app import ReplayApp, replay_app
 from minitui.tui.widgets.bars import StatusBar
 from minitui.viewmodel.history.spans import Timeline
 from minitui.viewmodel.view import View
@@ -254,13 +253,6 @@ async def test_random_text_is_said_to_be_random(tmp_path: Path) -> None:
         await until(pilot, lambda: app.view.history.steps.last == 130)
         await press(pilot, "X")
         await until(pilot, lambda: not app.gated and app.view.history.steps.last < 130)
-
-
-def test_of_a_long_narration_whole_sentences_are_shown() -> None:
-    told = "r1 joins: all 20 tokens are computed. " * 30
-    short = shortened(told, 76, 4)
-    assert short.endswith("computed. … (press 3 for more)") and len(wrap(short, 76)) == 4
-    assert shortened("r1 decodes one token.", 76, 4) == "r1 decodes one token."
 
 
 async def test_a_screen_of_a_recording_is_a_picture_without_a_network() -> None:

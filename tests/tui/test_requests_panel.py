@@ -22,7 +22,7 @@ from minitui.tui.replay_app import ReplayApp, replay_app
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.widgets.base import Opened
 from minitui.tui.widgets.inspect.details import Details, SelectedBlock
-from minitui.tui.widgets.inspect.events import Events, Search
+from minitui.tui.widgets.inspect.events import Events
 from minitui.tui.widgets.inspect.requests import COLUMNS, RequestTable
 from minitui.tui.widgets.inspect.timeline import RequestTimeline
 from minitui.tui.widgets.inspect.timings import StepTimings
@@ -73,7 +73,7 @@ def timeline_of(screen: InspectScreen) -> RequestTimeline:
     return screen.query_one(RequestTimeline)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 36), (200, 60)])
+@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
 async def test_five_opens_the_requests_enter_a_timeline_and_enter_goes_to_the_stall(
     tmp_path: Path, size: tuple[int, int]
 ) -> None:
@@ -143,16 +143,15 @@ async def test_the_end_key_returns_to_now_from_every_panel(tmp_path: Path) -> No
             assert not app.view.moment.travel_text, screen.current
 
 
-@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
-async def test_escape_goes_back_the_way_that_enter_went(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with replayed(tmp_path, size) as (app, pilot, screen):
+async def test_escape_goes_back_the_way_that_enter_went(tmp_path: Path) -> None:
+    async with replayed(tmp_path, (80, 24)) as (app, pilot, screen):
         begin, now = screen.current, app.view.moment.horizon
         await pressed(app, pilot, "5", "l", "enter")
         assert screen.current == "timeline"
         for _ in range(2):  # there and back
             await pressed(app, pilot, "enter")
             assert app.view.moment.horizon < now and "esc back" in picture(app)
-            assert screen.current == ("timeline" if size == (80, 24) else "events")
+            assert screen.current == "timeline"
             await pressed(app, pilot, "escape")
             assert screen.current == "timeline" and app.view.moment.horizon == now
         await pressed(app, pilot, "escape")
@@ -204,9 +203,8 @@ async def test_w_shows_the_waterfall_at_the_selected_step_and_goes_back(tmp_path
         assert screen.current == before and "w waterfall" in picture(app).splitlines()[-2]
 
 
-@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
-async def test_a_key_that_names_a_screen_shows_it_from_everywhere(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with replayed(tmp_path, size) as (app, pilot, screen):
+async def test_a_key_that_names_a_screen_shows_it_from_everywhere(tmp_path: Path) -> None:
+    async with replayed(tmp_path, (80, 24)) as (app, pilot, screen):
         before = screen.current
         shows = {"5": "requests", "6": "trends", "w": "waterfall", "2": before}
         for first in ("5", "6", "w", "3"):
@@ -219,21 +217,7 @@ async def test_a_key_that_names_a_screen_shows_it_from_everywhere(tmp_path: Path
         assert screen.current == "requests", "from the timeline of a request to all requests"
         await pressed(app, pilot, "2", "z", "enter", "2")
         assert not screen.maximised and not screen.query_one(Details).display and screen.current == before
-        assert (size == (80, 24)) == (not screen.query_one("#lanes").region.area)
-
-
-async def test_escape_goes_back_from_the_timeline_to_the_table_to_all_panels(tmp_path: Path) -> None:
-    async with replayed(tmp_path, (120, 36)) as (app, pilot, screen):
-        await pressed(app, pilot, "5", "down", "enter")
-        assert app.focused is timeline_of(screen)
-        await pressed(app, pilot, "escape")
-        assert app.focused is table_of(screen)
-        await pressed(app, pilot, "tab")
-        assert screen.current == "timeline"
-        await pressed(app, pilot, "shift+tab", "escape")
-        assert screen.current == "map"
-        await until(pilot, lambda: screen.query_one("#lanes").region.area and not table_of(screen).region.area)
-        assert not screen.query_one(Details).display
+        assert not screen.query_one("#lanes").region.area
 
 
 async def test_a_click_on_a_heading_sorts_and_a_click_on_a_row_chooses(tmp_path: Path) -> None:
@@ -308,21 +292,12 @@ def test_every_cell_of_the_table_is_the_figure_of_its_request() -> None:
     assert any(row.waits_ms is not None for row in table.rows)
 
 
-def test_a_narrow_table_shows_the_column_by_which_it_is_sorted() -> None:
-    _, view = stress_view(TIGHT, 3.0, 30)
-    table = RequestTable()
-    for index, column in enumerate(COLUMNS):
-        table.sorted_by = index
-        head = plain(table.picture(view, 76, 18).rows[0])
-        assert f"▾{column.name}" in head and "longest" in head
-
-
 def test_the_chart_has_its_highest_bar_under_the_mark_and_shows_every_token() -> None:
     _, view = stress_view(TIGHT, 6.0, 60)
     checked = 0
-    for lane in list(view.history.lanes.lanes.values()):
+    for lane in list(view.history.lanes.lanes.values())[::3]:
         view.select("request", lane.id)
-        for width in (40, 76, 196):
+        for width in (40, 196):
             timeline = RequestTimeline()
             rows = [plain(row) for row in timeline.picture(view, width, 24).rows]
             found = view.history.tokens.arrivals(lane, view.moment.horizon)
@@ -342,7 +317,7 @@ def test_the_chart_has_its_highest_bar_under_the_mark_and_shows_every_token() ->
             assert len(bars) == -(-len(gaps) // timeline.per_column) and " " not in bars
             assert f"▲{found.first[int(gaps.argmax()) + 1]}" in rows[axis]
             checked += 1
-    assert checked > 60
+    assert checked > 5
 
 
 def test_keys_of_the_timeline_choose_tokens_in_order_and_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +343,7 @@ def test_keys_of_the_timeline_choose_tokens_in_order_and_by_length(monkeypatch: 
     assert timeline._chosen() == order[0]
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (240, 70)])
+@pytest.mark.parametrize("size", [(80, 24), (240, 70)])
 async def test_the_large_timings_show_the_slowest_steps_and_enter_goes_there(
     tmp_path: Path, size: tuple[int, int]
 ) -> None:
@@ -421,9 +396,7 @@ async def test_events_are_searched_by_request_kind_and_words(tmp_path: Path) -> 
 
         assert await found("r3") == {event.seq for event in every if event.request == 3}
         assert await found("hit r3") == {event.seq for event in every if (event.kind, event.request) == ("hit", 3)}
-        told = {
-            event.seq for event in every if "blocks" in f"{event.kind} {app.view.texts.event(event)}"
-        }
+        told = {event.seq for event in every if "blocks" in f"{event.kind} {app.view.texts.event(event)}"}
         assert told and await found("blocks") >= told
         assert await found("walrus") == set() and "no event contains 'walrus'" in panel.text
         await pressed(app, pilot, "slash", "escape", "tab")
@@ -432,21 +405,6 @@ async def test_events_are_searched_by_request_kind_and_words(tmp_path: Path) -> 
         assert screen.current == "events" and screen.query_one(Events).search == "x"
         await pressed(app, pilot, "escape")
         assert not panel.search and "no event contains" not in panel.text
-
-
-def test_a_search_reads_old_events_in_parts_and_new_ones_at_once() -> None:
-    view = View()
-    for seq in range(1, 5_001):
-        view.history.events.fold((seq, 0.0, "admit", seq % 10, 0, "new"), seq)
-    search = Search("r7", lambda event: True, view.history.events)
-    for part in (200, 400, 500):
-        search.update(view)
-        assert sum(search(event) for event in view.history.events.newest_first()) == part
-    assert search.finished
-    for seq in range(5_001, 10_001):
-        view.history.events.fold((seq, 0.0, "admit", seq % 10, 0, "new"), seq)
-    search.update(view)
-    assert sum(search(event) for event in view.history.events.newest_first()) == 1_000
 
 
 @pytest.mark.parametrize("size", [(80, 24), (240, 70)])

@@ -11,7 +11,7 @@ from textual.app import App, ComposeResult
 from minitui.trace.bundled import bundled
 from minitui.tui.glyphs import glyphs, use_ascii
 from minitui.tui.theme import THEMES
-from minitui.tui.widgets.lesson.runs import Runs, RunsInSteps
+from minitui.tui.widgets.lesson.runs import RunsInSteps
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.viewmodel.compare.runs import Run
@@ -142,61 +142,6 @@ def test_more_requests_than_rows_are_counted_and_can_be_reached() -> None:
     assert any(row.startswith("r68") for row in drawn(panel, large, 100, 24))
 
 
-def test_a_picture_that_stays_the_same_is_not_drawn_again(batching: View, monkeypatch: pytest.MonkeyPatch) -> None:
-    panel = SideBySide()
-    rows = drawn(panel, batching)
-    monkeypatch.setattr(Run, "steps_between", lambda *arguments: pytest.fail("the picture was drawn again"))
-    assert drawn(panel, batching) == rows
-    monkeypatch.undo()
-    panel.cursor = 1.0
-    assert drawn(panel, batching) != rows
-
-
-def test_a_lesson_shows_the_first_and_the_last_requests_and_what_the_colours_of_steps_mean(batching: View) -> None:
-    view, _ = recorded_view(bundled()["h200-8b"])
-    view.earlier, _ = recorded_view(bundled()["small-pool"])
-    last = f"r{max(view.history.lanes.lanes)} "
-    assert last not in "\n".join(drawn(SideBySide(), view, 76, 11))
-    rows = [row.rstrip() for row in drawn(Runs(), view, 76, 11)]
-    assert any(row.startswith(last) for row in rows) and rows[-1].endswith("more requests")
-    for height, known in ((11, False), (30, True)):  # a low panel leaves the row of steps out
-        words = "".join(text for text, _ in Runs().picture(batching, 76, height).legend)
-        assert ("step of decodes only" in words) is known
-
-
-def test_a_low_panel_of_a_lesson_has_the_runs_in_two_halves_with_all_requests_on_one_clock(batching: View) -> None:
-    panel = RunsInSteps()
-    rows = drawn(panel, batching, 96, 8)
-    assert "▌ next step" in "".join(text for text, _ in panel.picture(batching, 96, 8).legend)
-    half = len(rows[0]) // 2
-    halves = [[row[part] for row in rows] for part in (slice(half), slice(half + 1, None))]
-    for lines, name, steps in zip(halves, ("static", "continuous"), (21, 17), strict=True):
-        assert lines[0].strip().startswith(f"{name} · {steps} steps")
-        assert [line.split()[0] for line in lines[3:]] == [f"r{i}" for i in range(1, 6)]
-        ends = [line.index("■") for line in (half.strip() for half in lines[3:])]
-        each = round(1 / panel.scale.ms)
-        assert (max(ends) - 6) // each == steps, "both halves have the same scale"
-    panel.clicked(batching, 60, 4)
-    assert (panel.chosen, panel.cursor) == (1, None)
-    assert "more request" in "\n".join(drawn(RunsInSteps(), batching, 60, 8)), "halves of 28 cells would be too narrow"
-    drawn(panel, batching, 96, 24)
-    panel.clicked(batching, 60, 4)
-    assert panel.cursor is not None, "there is room for one run above the other"
-
-
-def test_a_column_of_several_steps_shows_each_prompt(batching: View) -> None:
-    panel = RunsInSteps()
-    rows = of_run(drawn(panel, batching, 18, 24), "continuous")
-    run, each = Run(batching), panel.scale.ms
-    assert each > 1, "several steps are a column"
-    steps = next(row for row in rows if row.startswith("steps"))[panel.label :]
-    spans = run.steps_between("steps", 0.0, 100.0)
-    prompts = {int(span.begin // each) for span in spans if span.kind != "decode"}
-    alone = {int(span.begin // each) for span in spans} - prompts
-    assert prompts and alone
-    assert {at for at, mark in enumerate(steps) if mark == glyphs().prefill} == prompts
-
-
 @pytest.mark.parametrize("ascii", [False, True])
 @pytest.mark.parametrize("width", [14, 18, 30, 60])
 def test_each_prefill_leaves_a_mark_however_short_it_is(batching: View, width: int, ascii: bool) -> None:
@@ -214,16 +159,3 @@ def test_each_prefill_leaves_a_mark_however_short_it_is(batching: View, width: i
                 assert glyphs().prefill in {lanes[f"r{lane.id}"][x] for x in inside}
                 short += span.end - span.begin < each / 2
     assert short or width > 14, "the narrowest picture has prefills of less than half a column"
-
-
-async def test_dragging_moves_the_picture_and_does_not_set_the_cursor(batching: View) -> None:
-    app = Alone(batching)
-    async with app.run_test(size=(110, 24)) as pilot:
-        panel = app.query_one(SideBySide)
-        panel.zoom_by(-1, None)
-        panel.zoom_by(-1, None)
-        left, each = panel.scale.left, panel.scale.ms
-        await pilot.mouse_down(panel, offset=(60, 5))
-        await pilot.hover(panel, offset=(50, 5))
-        await pilot.mouse_up(panel, offset=(50, 5))
-        assert panel.scale.left == pytest.approx(left + 10 * each) and panel.cursor is None

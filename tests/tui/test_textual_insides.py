@@ -6,6 +6,7 @@ import ast
 import hashlib
 import importlib
 import inspect
+from functools import cache
 
 import textual
 
@@ -43,11 +44,16 @@ PIECES = {
 }
 
 
+@cache
+def parsed(module: str) -> tuple[str, ast.AST]:
+    source = inspect.getsource(importlib.import_module(module))
+    return source, ast.parse(source)
+
+
 def digest_of(name: str) -> str:
     """Of the source in Textual's file: an application in this process may have replaced the method itself."""
     module, _, path = name.partition(":")
-    source = inspect.getsource(importlib.import_module(module))
-    node: ast.AST = ast.parse(source)
+    source, node = parsed(module)
     for part in path.split("."):
         inner = [n for n in getattr(node, "body", ()) if getattr(n, "name", "") == part]
         assert inner, f"{name} is gone"

@@ -14,9 +14,9 @@ from minitui.dev.simulator import CLASSROOM, SMALL
 from minitui.trace.bundled import bundled, find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.glyphs import use_ascii
-from minitui.tui.widgets.inspect.waterfall import MOST_STEPS, Waterfall
+from minitui.tui.widgets.inspect.waterfall import Waterfall
 from minitui.tui.widgets.rows import plain
-from minitui.tui.widgets.tracks import SCALES, Scale, mark, track
+from minitui.tui.widgets.tracks import mark, track
 from minitui.viewmodel.explain.limits import limits
 from minitui.viewmodel.history.spans import Span, Timeline
 from minitui.viewmodel.history.steps import Steps
@@ -99,13 +99,6 @@ def test_the_figures_of_a_step_are_the_records() -> None:
     assert "emit –" in old and "gate –" in old and "gc –" in old and "wait –" in old and "not reported" in old
 
 
-def test_a_device_that_does_not_report_its_time_shows_dashes() -> None:
-    view = folded_view(TraceReader(GOLDEN))
-    rows = drawn(Waterfall(), view)
-    assert set(row_of(rows, "device")[11:].strip()) <= {"–", "▌"} or "unknown" in row_of(rows, "device")
-    assert "device (" in "\n".join(rows) and ") –" in "\n".join(rows)
-
-
 def test_a_line_says_whether_the_host_or_the_device_limits(gpu: View) -> None:
     """In the recording, each decode step waits 4 ms for the device, and each prefill costs 25 ms of the host."""
     rows = ["".join(limit.told(160)) for limit in limits(gpu.history.steps, gpu.moment.horizon)]
@@ -138,13 +131,6 @@ def test_a_small_panel_shows_what_limits_and_a_request(name: str) -> None:
         told = ["".join(limit.told(76)) for limit in view.timings.limits]
         assert all(any(row.startswith(text) for row in rows) for text in told), rows
         assert panel.lanes and rows[panel._lanes_row].startswith(f"r{panel.lanes[0].id}"), rows
-
-
-def test_a_step_that_began_before_the_picture_is_marked_at_the_left_edge() -> None:
-    step = Span("step", 36, 10.0, 32.8, 22.8)
-    for left, begin in ((10.0, "│36 "), (25.3, "◂36 ")):
-        runs = track([step], Scale(left, 1.0, 40), None, lambda _: ["36"])
-        assert "".join(text for text, _ in runs).startswith(begin)
 
 
 def test_requests_show_their_phases_and_the_selected_one_is_in_sight(gpu: View) -> None:
@@ -188,24 +174,6 @@ def test_the_picture_follows_the_newest_step_until_it_is_moved() -> None:
     panel.action_latest()
     forward()
     assert panel.scale.right == Timeline(view.history.steps, view.moment.horizon).end
-
-
-def test_only_what_is_in_sight_is_computed(gpu: View, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = []
-    get = type(gpu.history.steps).get
-    monkeypatch.setattr(type(gpu.history.steps), "get", lambda self, step: read.append(step) or get(self, step))
-    panel = Waterfall()
-    drawn(panel, gpu)
-    assert len(read) < 120, "a few steps, and those of the search for them"
-    panel.repaint = lambda: drawn(panel, gpu)
-    panel.chosen_ms = SCALES[-1]
-    read.clear()
-    rows = drawn(panel, gpu)
-    assert len(set(read)) < MOST_STEPS + 120 and f"the last {MOST_STEPS} steps" in "".join(
-        text for text, _ in panel.picture(gpu, 120, 30).note
-    )
-    panel.action_zoom(1)
-    assert panel.chosen_ms == SCALES[-1] and rows
 
 
 @asynccontextmanager
@@ -303,19 +271,3 @@ async def test_enter_opens_the_step_and_up_and_down_choose_a_request() -> None:
             await pilot.press("up")
         assert app.view.selection.id == panel.lanes[0].id
         assert panel.text.count(f"r{panel.lanes[0].id} ") >= 1
-
-
-def test_a_single_row_of_a_request_has_the_number_of_all_in_the_title() -> None:
-    reader, view, panel = TraceReader(find_trace("small-pool")), View(), Waterfall()
-    view.reset(reader.part(0).snapshot)
-    records = list(reader.records())
-    end = next(i for i, record in enumerate(records) if record[2] == "time" and record[3] == 120)
-    view.fold(records[: end + 1])
-    view.frame(0.0)
-    alone = set()
-    for height in range(11, 30):
-        picture = panel.picture(view, 76, height)
-        alone.add(len(panel.lanes) == 1)
-        assert bool(re.search(r"Waterfall · 1 of \d requests", picture.title)) == (len(panel.lanes) == 1), height
-        assert picture.brief == "Waterfall"
-    assert alone == {True, False}

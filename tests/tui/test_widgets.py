@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-from colorsys import rgb_to_hls
 from dataclasses import replace
 from itertools import combinations
 
@@ -25,17 +23,13 @@ from minitui.tui.widgets.inspect.block_colours import COLOURINGS
 from minitui.tui.widgets.inspect.block_map import BlockMap, grid
 from minitui.tui.widgets.inspect.block_table import BlockTable
 from minitui.tui.widgets.inspect.events import Events
-from minitui.tui.widgets.inspect.experts import ExpertMap
 from minitui.tui.widgets.inspect.lanes import BatchLanes
-from minitui.tui.widgets.inspect.requests import RequestTable
 from minitui.tui.widgets.inspect.step_bar import StepBar
-from minitui.tui.widgets.inspect.timeline import RequestTimeline
 from minitui.tui.widgets.inspect.timing_rows import kind_rows
 from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.inspect.tree import LARGE as LARGE_PANEL
 from minitui.tui.widgets.inspect.tree import TALL, RadixTree
 from minitui.tui.widgets.inspect.vitals import Vitals, vitals
-from minitui.tui.widgets.inspect.waterfall import Waterfall
 from minitui.tui.widgets.lesson.attention import Attention, KeySlot, triangle
 from minitui.tui.widgets.lesson.tokens import CandidateBars, TextPieces
 from minitui.tui.widgets.rows import cells, cut, fit, plain
@@ -47,10 +41,6 @@ from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
 from tests.support.golden import GOLDEN
 from tests.support.lanes import codes as lane_codes
-from tests.support.paths import SNAPSHOTS
-from tests.viewmodel.test_stalls import GC, PLAN
-from tests.viewmodel.test_stalls import STEP as STALLED
-from tests.viewmodel.test_stalls import run as stalled_run
 
 PANELS = dict.fromkeys(panel.PANELS.values())  # a class once, if two names have it
 TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
@@ -84,9 +74,8 @@ SHAPES += [(4, 9), (5, 2), (8, 5), (9, 1), (14, 7), (23, 2), (40, 3)]  # a termi
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.__name__)
-@pytest.mark.parametrize("load", [SMALL, TIGHT], ids=["small", "tight"])
-def test_every_row_has_exactly_the_width_of_the_panel(panel, load):
-    _, view = stress_view(load, 3.0, 30)
+def test_every_row_has_exactly_the_width_of_the_panel(panel):
+    _, view = stress_view(TIGHT, 3.0, 30)
     empty = View()
     for ascii_only in (False, True):
         use_ascii(ascii_only)
@@ -109,16 +98,6 @@ def test_before_the_state_is_known_a_panel_claims_nothing_about_it():
     for kind in needing:
         shown = "\n".join(plain(row) for row in kind().drawn(view, 60, 8))
         assert view.history.missing in shown and not re.search(r"\d|empty|\byet\b", shown), (kind, shown)
-
-
-def test_after_the_history_was_cleared_the_step_bar_says_where_it_begins():
-    _, before = stress_view(CLASSROOM, 2.0, 20)
-    view = View()
-    view.reset(before.history.live.state.snapshot())
-    assert (
-        f"no step since step {view.history.live.state.step:,}: here the history begins"
-        in body(StepBar(), view, 90, 4)[0]
-    )
 
 
 def test_an_idle_hour_does_not_empty_what_the_cache_saved():
@@ -161,13 +140,6 @@ def test_what_a_lesson_shows_fits_its_panel(board):
             rows = panel.drawn(view, width, height)
             assert [sum(cells(text) for text, _ in row) for row in rows] == [width] * height
             assert not any("\x1b" in plain(row) for row in rows)
-
-
-def test_the_end_of_a_long_text_stays_visible():
-    _, view = stress_view(SMALL, 1.0, 5)
-    view.put(BOARDS[1])
-    rows = body(TextPieces(), view, 40, 7)
-    assert rows[-1].strip() == "120 tokens" and "1119" in rows[-2] and "1000" not in "".join(rows)
 
 
 def test_a_cut_candidate_is_crossed_out_and_the_drawn_one_has_an_arrow():
@@ -244,16 +216,16 @@ async def test_what_is_on_the_screen_is_what_a_fresh_panel_would_show(panel):
         widget.refresh = recording.__get__(widget)
         widget.refresh_cells = lambda regions: widget.refresh(*regions)
         changes = 0
-        for frame in range(60):
-            app.stress.run(0.05)
+        for frame in range(24):
+            app.stress.run(0.1)
             app.view.fold(app.stress.drain(), app.stress.now)
             app.view.frame(app.stress.now)
-            if frame == 30:
+            if frame == 12:
                 app.view.select("request", app.view.subject())
             changes += widget.paint(app.view)
             if frame == 0:
                 drawn.update({y: styled(widget.render_line(y)) for y in range(widget.size.height)})
-            if frame % 10 == 9:
+            if frame % 6 == 5:
                 whole = [plain(row) for row in widget.drawn_rows]
                 fresh = [[(c, words) for text, words in row for c in text] for row in widget.drawn_rows]
                 style = palette(app).style
@@ -310,18 +282,6 @@ def test_fit_and_cut_count_cells_not_characters():
     assert cells("注意力") == 6 and cells(fit("注意力 heads", 6)) == 6
     assert cells(cut("注意力", 3)) == 3
     assert cells("é·…█─✓") == 6
-
-
-@pytest.mark.parametrize("name", panel.PANELS)
-async def test_each_panel_runs_alone(name):
-    app = Alone(panel.PANELS[name], SMALL, warm_up=1.0, fps=0)
-    async with app.run_test(size=(80, 20)) as pilot:
-        app.tick()
-        for key in ("space", "n", "t", "a", "a"):
-            await pilot.press(key)
-            app.tick()
-        assert app.panel.text.strip()
-        assert app.view.moment.gate_text
 
 
 async def test_without_colour_no_meaning_is_lost(monkeypatch):
@@ -424,13 +384,6 @@ def test_half_blocks_show_each_block_in_half_a_cell():
     use_ascii(True)
     body(widget, view, 40, 12)
     assert widget.grid.halves == 1, "ASCII has no half blocks"
-
-
-def test_without_colour_cells_have_signs_and_are_whole(monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    _, view = stress_view(CLASSROOM, 4.0, 20)
-    widget = BlockMap()
-    assert {"·", "○", "█"} <= set("".join(body(widget, view, 40, 8)[2:])) and widget.grid.halves == 1
 
 
 def test_with_more_blocks_than_cells_a_cell_shows_the_majority():
@@ -590,18 +543,6 @@ def test_the_block_table_lists_the_requests_blocks_in_order():
         assert marks.count("×") == sum(allocator.holders(b) > 1 for b in request.table[: request.planned // 16])
 
 
-def test_with_few_lines_each_row_of_chips_says_which_logical_block_it_begins_with():
-    stress, view = stress_view(Load(blocks=400, chats=1, reply=(900, 1000), think=0.01, paste=0.0), 3.2, 10)
-    table = stress.scheduler.running[0].table
-    across = (40 - len("12→ ")) // 6
-    assert 10 < len(table) < 100
-    rows = body(BlockTable(), view, 40, 2 + 2 * -(-len(table) // across))[2:]  # the heading has two rows
-    starts = [re.match(r" *(\d+)→ +([\d ]+)", row) for row in rows if "→" in row]
-    assert [int(found[1]) for found in starts] == list(range(0, len(table), across))
-    assert [int(n) for found in starts for n in found[2].split()] == table
-    assert all(row.strip() for row in rows if row), "no row without a word"
-
-
 def test_a_long_block_table_shows_both_ends_and_how_many_lie_between():
     stress, view = stress_view(Load(blocks=400, chats=1, reply=(900, 1000), think=0.01, paste=0.0), 3.2, 10)
     request = stress.scheduler.running[0]
@@ -660,54 +601,6 @@ def test_lanes_show_the_codes_of_their_requests_under_stable_rows():
     assert named, "nobody was named in the row of another, so this tests little"
 
 
-def test_a_row_goes_by_the_name_of_the_request_that_is_selected_in_it():
-    _, view = stress_view(TIGHT, 3.0)
-    widget = BatchLanes()
-    body(widget, view, 80, 8)
-    slot = next(slot for slot in widget.rows.slots if len(slot) > 2)
-    view.select("request", slot[0])
-    view.frame(view.moment.now)
-    row = body(widget, view, 80, 8)[2 + widget.rows.slots.index(slot)]
-    assert row.startswith(f"r{slot[0]} +{len(slot) - 1} ")
-
-
-def test_the_default_span_of_the_lanes_is_at_least_ten_seconds():
-    _, view = stress_view(CLASSROOM, 14.0, 100)
-    widget = BatchLanes()
-    body(widget, view, 100, 20)
-    first, last = view.history.steps.get(max(widget.first_step, 0)), view.history.steps.get(view.moment.horizon)
-    assert last.t - first.t >= 10.0
-    assert widget.k * widget.columns < 4 * (view.moment.horizon - view.history.steps.since(last.t - 10.0, last.step))
-
-
-def test_the_tree_says_what_the_cache_saved_in_the_last_minute():
-    stress, view = stress_view(CLASSROOM, 4.0, 40)
-    before = view.moment.reused_lately.saved
-    stress.run(20.0)
-    records = stress.drain()
-    view.fold(records, stress.now)
-    saved = view.moment.reused_lately.saved
-    assert saved - before == sum(record[4] for record in records if record[2] == "match") > 500
-    for width in (120, 56):  # also beside other panels
-        last = body(TreeTable(), view, width, 20)[-1]
-        assert re.search(rf"{saved:,} (prompt tokens )?saved since step 0", last)
-    joined = View()
-    joined.reset(view.history.live.state.snapshot())
-    stress.run(2.0)
-    records = stress.drain()
-    joined.fold(records, stress.now)  # the history begins in the middle of a minute
-    view.fold(records, stress.now)
-    joined.frame(stress.now)
-    assert f"saved since step {joined.history.steps.first:,} " in body(TreeTable(), joined, 120, 20)[-1] + " "
-    later = []
-    for _ in range(5):
-        stress.run(15.0)
-        later += stress.drain()
-        view.fold(later[-40_000:], stress.now)
-    assert view.moment.last_minute == "in the last minute"
-    assert 0 < view.moment.reused_lately.saved < sum(record[4] for record in later if record[2] == "match")
-
-
 def test_a_large_tree_has_the_whole_text_of_the_selected_node():
     _, view = stress_view(CLASSROOM, 4.0, 40)
     node = max((n for n in view.moment.shown.state.nodes.values() if n.id), key=lambda n: len(n.ids))
@@ -747,7 +640,7 @@ def test_the_tree_shows_each_nodes_tokens_users_savings_and_rank():
     assert [row.saved for row in siblings] == sorted((row.saved for row in siblings), reverse=True)
 
 
-@pytest.mark.parametrize(("width", "height"), [(34, 6), (36, 11), (56, 8), (76, 17), (236, 40)])
+@pytest.mark.parametrize(("width", "height"), [(34, 6), (56, 8), (236, 40)])
 def test_the_nodes_and_blocks_that_go_next_are_in_sight_at_each_size(width, height):
     stress, view = stress_view(TIGHT, 0.5, 5)
     most, pressed = 0, 0
@@ -824,16 +717,6 @@ def test_no_node_is_missing_between_two_orderings():
         assert picture.hidden_nodes == 0
         few = view.moment.tree.picture(view.moment.shown, view.texts.decode, 3)
         assert len(few.rows) == min(3, picture.nodes) and few.hidden_nodes == picture.nodes - len(few.rows)
-
-
-def test_the_selected_path_is_always_among_the_rows():
-    _, view = stress_view(CLASSROOM, 4.0, 40)
-    for node in list(view.moment.shown.state.nodes.values())[1:]:
-        view.select("node", node.id)
-        picture = view.moment.tree.picture(view.moment.shown, view.texts.decode, 3, set(view.links.nodes))
-        assert {n.id for n in view.moment.shown.state.path(node.id)} <= {row.node for row in picture.rows} or len(
-            list(view.moment.shown.state.path(node.id))
-        ) > 3
 
 
 def test_the_step_bar_at_the_gate_is_exactly_the_step():
@@ -943,44 +826,6 @@ def test_timings_say_whose_times_they_show_and_of_how_many_steps():
         for width, share in ((78, wide), (60, narrow), (50, "share"), (46, "")):
             head = plain(kind_rows(timings, width)[0]).split()
             assert head == [*kind.split(), "steps", "p50", "p99", "max", *share.split()]
-
-
-def test_where_it_is_narrow_the_step_tells_every_figure_of_what_it_computes():
-    for seconds in (1.0, 2.0, 3.0, 4.0):
-        _, view = stress_view(SMALL, seconds, 30)
-        step = next(s for s in range(view.history.steps.last, -1, -1) if view.history.steps.get(s).chunks)
-        view.select("step", step)
-        row = view.history.steps.get(step)
-        told = body(StepBar(), view, 48, 2)[0]
-        assert f"{row.tokens:,} of 128" in told and f"prefill {row.chunks[0][2]}" in told, told
-
-
-def test_where_it_is_narrow_the_step_has_the_cause_of_its_length_without_the_expected_time():
-    def collection(fields: list) -> float:
-        fields[GC] += 80e3
-        fields[PLAN] += 80e3
-        return 80.0
-
-    view = stalled_run(SMALL, STALLED + 20, collection)
-    view.select("step", STALLED)
-    wide, narrow = body(StepBar(), view, 120, 2)[0], body(StepBar(), view, 78, 2)[0]
-    assert "(expected " in wide and "garbage collection 80.0" in wide
-    assert "(garbage collection +80.0)" in narrow, narrow
-
-
-def test_where_it_is_narrow_the_parts_of_a_first_token_and_the_reason_of_a_slow_step_are_whole():
-    _, view = stress_view(CLASSROOM, 6.0, 60)
-    t = view.timings
-    assert t.first_token is not None
-    for queue, told in ((1.25, "queue 1.25 + "), (251.0, "queue 251 + "), (12_510.0, "queue 12,510 + ")):
-        first = replace(t.first_token, queue_ms=queue, prefill_ms=20.4)
-        view.timings = replace(t, first_token=first)
-        row = body(StepTimings(), view, 44, 8)[5]
-        assert told in row and row.rstrip().endswith("prefill 20.4") and row.startswith("first")
-    slowest = body(StepTimings(), view, 56, 8)[4]
-    assert f" ms step {t.slowest.step:,} " in slowest, "a narrow panel names the step too"
-    prompt = t.slowest.chunks[0][0]
-    assert re.search(rf" prefill of r{prompt} \+\d\.\d\d", slowest), slowest
 
 
 def test_timings_and_vitals_show_what_ranks_exchange():
@@ -1180,15 +1025,6 @@ def test_blocks_stand_out_from_the_ground():
                 assert contrast(colours[f"{state}-{brighter}"], colours[state]) >= 1.5, f"{name}: {state} must glow"
 
 
-def test_blue_is_for_what_is_cached():
-    for name, colours in COLOURS.items():
-        for meaning, colour in colours.items():
-            red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-            hue, lightness, saturation = rgb_to_hls(red, green, blue)
-            if 195 <= 360 * hue <= 235 and saturation > 0.3 and 0.2 < lightness < 0.9:
-                assert meaning.split("-")[0] in ("cached", "hit", "select", "accent"), f"{name}: {meaning} is blue"
-
-
 @pytest.mark.parametrize("mode", COLOURINGS)
 def test_a_selection_changes_no_hue(mode):
     """A selected cell is brighter and underlined; its state, owner or age remains visible."""
@@ -1213,32 +1049,3 @@ def test_every_theme_has_every_colour():
     names = [set(colours) for colours in COLOURS.values()]
     assert names[0] == names[1] == names[2]
     assert {theme.name for theme in theme.THEMES} == set(COLOURS)
-
-
-# ---- text snapshots
-
-
-# The pictures of the whole screens (inspect-*.txt) have the others.
-PICTURED = (Attention, ExpertMap, Occupancy, PromptOrigin, RequestTable, RequestTimeline, Waterfall)
-
-
-@pytest.mark.parametrize("panel", PICTURED, ids=lambda panel: panel.__name__)
-def test_panels_look_as_they_did(panel):
-    """Readable pictures in tests/snapshots; UPDATE_SNAPSHOTS=1 writes them anew."""
-    _, view = stress_view(SMALL, 4.0, 80)
-    if panel is ExpertMap:
-        load = [(layer, [(7 * layer + 13 * expert) ** 2 % 97 for expert in range(64)]) for layer in range(24)]
-        view.history.experts.read((0, 1.0, "experts", 0, load))
-    path = SNAPSHOTS / f"{panel.__name__}.txt"
-    parts = []
-    for width, height in ((80, 19), (60, 12), (100, 24)):
-        if panel is Occupancy:
-            height = 2
-        elif panel is PromptOrigin:
-            height = 5
-        parts.append("\n".join(plain(row).rstrip() for row in panel().drawn(view, width, height)))
-    text = "\n\n".join(parts) + "\n"
-    if os.environ.get("UPDATE_SNAPSHOTS"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8"), f"{path.name} differs: look, then UPDATE_SNAPSHOTS=1"
