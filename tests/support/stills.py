@@ -138,7 +138,7 @@ class Album:
 
 async def until(app: Any, true: Callable[[], Any]) -> None:
     """Wait until `true()`, drawing frames meanwhile."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end, "it did not come about"
         app._frame()

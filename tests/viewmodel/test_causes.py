@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 
 from engine.trace.state import State
@@ -16,12 +15,11 @@ from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.compare.runs import recorded_view
 from minitui.viewmodel.explain.causes import Explanation, explain
-from minitui.viewmodel.explain.cost_model import FEATURES, fit, robust
+from minitui.viewmodel.explain.cost_model import fit
 from minitui.viewmodel.explain.cost_models import CostModels
-from minitui.viewmodel.explain.timing import rows_of, step_times, summarise, usual_words, why_briefly, why_slow
+from minitui.viewmodel.explain.timing import rows_of, step_times, usual_words, why_briefly, why_slow
 from minitui.viewmodel.history.spans import parts_of
 from minitui.viewmodel.history.steps import PARTS, Steps
-from minitui.viewmodel.history.tokens import FirstTokens
 from minitui.viewmodel.view import View
 
 NAMES = {  # the kind of a stall -> the cause
@@ -255,22 +253,6 @@ def test_without_measured_parts_nothing_is_blamed() -> None:
     assert why_slow(usual, model, always=True) == "expected 5.00 ms, +0.00: within the usual variation"
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_kinds_of_overlapping_steps_are_compared_by_the_device_s_time(overlap: bool) -> None:
-    """With overlap, the launch of an eager step delays the result of the step before it."""
-    history = Steps()
-    for step in range(60):
-        mixed = step % 10 == 5
-        device = 25.0 if mixed else 5.0
-        wall = (2.0 if mixed else 25.0 if step % 10 == 4 else 5.0) if overlap else device + 1.0
-        prefills, joined = [(9, 0, 64, False)] if mixed else [], [] if step else [1]
-        history.read((step, 0.1 * step, "step", step, prefills, joined, [], 1 + 64 * mixed, 0))
-        history.read((step, 0.1 * step, "time", step, 100, 100, 100, wall, device, "mixed" if mixed else "decode"))
-    timings = summarise(history, FirstTokens(), history.last, 99)
-    assert timings.by_device is overlap and timings.decode.p99 == pytest.approx(5.0 if overlap else 6.0)
-    assert timings.mixed.p50 == pytest.approx(25.0 if overlap else 26.0) and timings.mixed.steps == 6
-
-
 def recordings() -> dict[str, View]:
     return {name: recorded_view(TraceReader(path)) for name, path in bundled().items()}
 
@@ -327,24 +309,6 @@ def test_the_explanation_of_a_step_does_not_change_while_the_run_goes_on() -> No
     late.fold(again.drain())
     rows = {step: late.history.steps.get(step) for step in first}
     assert {step: why_slow(row, late.models.of(step)) for step, row in rows.items() if row is not None} == first
-
-
-def test_a_cost_that_the_fit_does_not_determine_is_not_told() -> None:
-    """Two prompts of the same length: their cost is not known well enough to blame a prompt of ten times the length."""
-    rng, work, took = np.random.default_rng(0), np.zeros((200, len(FEATURES))), np.zeros(200)
-    work[:, FEATURES.index("steps")] = 1
-    work[[50, 150], FEATURES.index("prefill steps")] = 1
-    work[[50, 150], FEATURES.index("prefill tokens")] = 30
-    took = 10 * rng.uniform(0.9, 1.1, 200) + 0.05 * work[:, FEATURES.index("prefill tokens")]
-    fitted = robust(work, took)
-    prompt = np.zeros((1, len(FEATURES)))
-    prompt[0, FEATURES.index("prefill tokens")] = 300
-    assert fitted.error(prompt)[0] > 0.3 * fitted.of(prompt)[0]
-    work[:100:2, FEATURES.index("prefill steps")] = 1
-    work[:100:2, FEATURES.index("prefill tokens")] = np.linspace(10, 500, 50)
-    known = robust(work, took + 0.05 * work[:, FEATURES.index("prefill tokens")])
-    assert known.error(prompt)[0] < 0.1 * known.of(prompt)[0]
-    assert known.of(prompt)[0] == pytest.approx(15, rel=0.2)
 
 
 def test_a_step_does_not_explain_itself() -> None:

@@ -14,7 +14,6 @@ from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.inspect.waterfall import Waterfall
 from minitui.viewmodel.explain.limits import limits
 from minitui.viewmodel.view import View
-from minitui.viewmodel.words.story import tell
 from minitui.viewmodel.words.summary import summary, summary_json
 from tests.tui.test_lesson_panels import drawn
 
@@ -132,22 +131,3 @@ def test_steps_that_launch_prompts_and_the_others_have_their_number_and_share_of
     assert [row.rstrip() for row in rows[-2:]] == [
         "the device limits steps that launch no prompts", "the host limits the speed of steps that launch prompts",
     ]  # fmt: skip
-
-
-def test_a_reading_of_the_delays_is_for_all_steps_since_the_one_before_and_none_after_it() -> None:
-    third = recorded(1.0, 9.0, 0.0, lambda step: step % 3 == 0)  # the last of 159 steps, 158, is not read
-    ended = recorded(1.0, 9.0, 3.0, lambda step: step < 50)
-    alone = recorded(1.0, 9.0, 0.0, lambda step: step < 50)
-    never = recorded(1.0, 9.0, None)
-    for view, steps, share in ((third, 157, 0.0), (ended, 50, 0.3), (alone, 50, 0.0), (never, 0, None)):
-        assert {one["other_programs_steps"] for one in summary_json(view)["limits"]} == {steps}
-        assert {one["other_programs"] for one in summary_json(view)["limits"]} == {share}
-    known = "(other programs: known for 50 of 159 steps)"
-    assert "known for" not in " ".join(summary(third))
-    measured = "another program had the core for 30 % of the time (measured in 50 of 159 steps)"
-    assert f"{measured} · last 159 steps" in summary(ended)
-    words = f"the device limits the speed: the host waits for it 90 % of the time {known}"
-    assert f"{words} · last 159 steps" in summary(alone)
-    assert any(row.startswith(words) for row in drawn(StepTimings(), alone, 118, 30))
-    told = [str(tell(third, "step", step).lines) for step in (1, 3)]
-    assert "on the core not read in this step" in told[0] and "on the core 0.00 ms" in told[1]

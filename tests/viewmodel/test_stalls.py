@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
-from engine.core.engine import Engine
-from engine.core.host_pauses import HostPauses, Pauses
-from engine.core.request import Grammar
-from engine.core.scheduler import SchedulerConfig
-from engine.core.step import StepPlan
 from engine.params import SamplingParams
-from engine.trace.records import RecordLog
 from engine.trace.state import State
 from minitui.cli.tail import tail_trace
 from minitui.dev.simulator import SMALL, Load, Stress
@@ -33,10 +25,7 @@ from minitui.viewmodel.history.lane import PREEMPTED, Gap, Lane
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.view import View
 from tests.engine.test_scheduler_simulation import make_engine
-from tests.engine.test_scheduler_simulation import run as drive
-from tests.support import live_stalls as live
 from tests.support.golden import GOLDEN
-from tests.support.simulation import SimulatedLaunch, SimulatedRunner, simulated
 from tests.viewmodel.test_requests import played
 
 STEP = 150  # the step that stalls
@@ -178,61 +167,6 @@ def test_a_preemption_is_the_cause_of_the_gap_around_it() -> None:
     assert queued > 10 and shared > 2
 
 
-def test_stalls_in_a_live_engine_are_named() -> None:
-    """The pauses are real; only the device is simulated. On a busy machine one of them may have another cause."""
-    rig = live.Rig(make_engine(200, 16, 512, 16, overlap=True), seed=1)
-    for _ in range(64):
-        rig.step()
-    findings = [rig.stall(kind) for kind in ("plan", "launch", "commit", "emit", "collection", "pool")]
-    assert sum(finding.named for finding in findings) >= 5, findings
-    assert all(finding.gap_ms > 0.9 * finding.stalled_ms for finding in findings)
-
-
-class EagerGpu(SimulatedRunner):
-    """A device beside the host, and their clock. Decodes are launched as CUDA graphs in 0.2 ms. Steps with prefill are
-    launched kernel by kernel: the host needs 4 to 7 ms, longer than the device."""
-
-    synchronous = False
-
-    def __init__(self) -> None:
-        super().__init__(201, 16, 16)
-        self.seconds, self.ends, self.random = 0.0, 0.0, random.Random(0)
-
-    def now(self) -> float:
-        self.seconds += 1e-5  # the host's work between two looks at the clock
-        return self.seconds
-
-    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> SimulatedLaunch:
-        launched, begun = super().launch(plan, grammars), max(self.ends, self.seconds)
-        eager = len(plan.rows) > plan.num_decoding
-        self.seconds += self.random.uniform(4e-3, 7e-3) if eager else 2e-4
-        self.ends = max(begun + 1.5e-4, self.seconds if eager else 0.0)
-        launched.result.device_ms = (self.ends - begun) * 1e3
-        return launched
-
-
-def test_a_prompt_that_costs_its_launch_is_named_and_not_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host launches the prompt before it fetches the tokens of the step before."""
-    gpu = EagerGpu()
-    monkeypatch.setattr("engine.core.step_clock.now", gpu.now)
-    monkeypatch.setattr(HostPauses, "since_last", lambda self, delays=True: Pauses(0.0, 0.0, 0))  # of the real host
-    config, log = SchedulerConfig(512, 16, max_model_len=4096), RecordLog(gpu.now)
-    rig = live.Rig(simulated(Engine(gpu, config, overlap=True, log=log)), seed=1)
-    for _ in range(100):
-        rig.step()
-    early = rig.stall("prompt")  # the launch is measured, but no prompt of this length has been seen
-    assert early.named and re.match(r"launch of next step \d+ \(prefill of r\d+\) ", early.reason), early
-    for _ in range(20):
-        rig.ask(rig.random.randint(100, 500), 20)
-        for _ in range(16):
-            rig.step()
-    for _ in range(4):
-        found = rig.stall("prompt")
-        assert found.named and found.gap_ms > 4, found
-        prompt = r"prefill of r\d+.* in next step [\d,]+ \(\d+ tokens, launched meanwhile; its launch [0-9.]+ ms\) "
-        assert re.match(prompt, found.reason), found
-
-
 def test_every_longest_gap_of_a_gpu_s_recording_is_explained_by_a_prompt() -> None:
     """An H200 with overlap: a decode step takes 5 ms, and a step with prefill costs 20 to 35 ms of its launch."""
     reader, view = TraceReader(find_trace("h200-8b")), View()
@@ -299,36 +233,6 @@ def test_the_parts_of_every_gap_add_up(kind: str) -> None:
                 assert sum(parts) == pytest.approx(gap.ms) and min(parts) >= 0
                 if reason.named and reason.usual is not None:
                     assert told_in(reason) == pytest.approx(gap.ms, rel=0.02, abs=0.02), str(reason)
-
-
-class AnyToken:
-    """A grammar that allows every token. Its request cannot decode while its last token is in flight."""
-
-    failed = ""
-
-    def mask(self) -> Any:
-        raise AssertionError("the simulated device asks for no mask")
-
-    def advance(self, token_id: int) -> bool:
-        return False
-
-
-def test_steps_in_which_a_request_did_not_decode_are_part_of_its_gaps() -> None:
-    engine = make_engine(overlap=True)
-    view = View()
-    view.reset(engine.snapshot())
-    requests = [engine.add_request([1, 2], SamplingParams(max_tokens=12, ignore_eos=True)) for _ in range(2)]
-    requests[0].grammar = AnyToken()
-    drive(engine)
-    view.fold(engine.log.drain())
-    found = view.history.tokens.arrivals(view.history.lanes.lanes[requests[0].id], view.moment.horizon)
-    assert len(found) == 12
-    for gap in (found.gap(i) for i in range(1, len(found))):
-        without = gap.step - gap.since - 1
-        names = [cause.name for cause in explain_gap(view, view.history.lanes.lanes[requests[0].id], gap).causes]
-        expected = [f"{without} step without this request"] if without else []
-        assert [name for name in names if "without" in name] == expected
-    assert max(np.diff(found.steps)) > 1
 
 
 # ---- minitui tail --requests

@@ -35,22 +35,6 @@ def test_percentiles_are_numpys_exactly_or_within_three_percent(span: int, sampl
         assert series.at(column)[:2] == pytest.approx(np.percentile(mine, (50, 99)), rel=2 * exact)
 
 
-@pytest.mark.parametrize("samples", [4_096, 1])
-@pytest.mark.parametrize("values", [[3.52, 5.4, 5.56, 21.1], [699.0] * 3, [0.01, 0.02]])
-def test_percentiles_of_few_values_are_never_outside_of_these_values(values: list[float], samples: int) -> None:
-    trends = Trends(samples=samples)
-    for value in values:
-        trends.add("first token", value)
-    for found in (
-        trends.series("first token", 15, 60, 0.1, live=True),
-        trends.series("first token", 7200, 9, 0.1, True),
-    ):
-        p50, p99, n = found[1]
-        assert min(values) <= p50 <= p99 <= max(values) and n == len(values)
-        assert samples == 1 or (p50, p99) == pytest.approx(np.percentile(values, (50, 99)))
-        assert found[0].at(-1) == found[1]
-
-
 def test_a_column_has_the_values_of_its_time_and_a_level_lasts() -> None:
     trends = Trends()
     for second, (pool, first) in enumerate([(10, 100.0), (20, None), (None, 300.0), (40, 400.0)]):
@@ -136,17 +120,6 @@ def test_gaps_across_a_preemption_are_counted() -> None:
 @pytest.mark.parametrize(("now", "span"), [(3.0, 15), (15.0, 15), (16.0, 60), (900.0, 1800), (9_000.0, 7200)])
 def test_the_first_picture_shows_the_whole_run(now: float, span: int) -> None:
     assert shortest_span(now) == span
-
-
-def test_two_hours_are_kept_and_older_values_are_forgotten() -> None:
-    trends = Trends()
-    for t in range(0, 3 * 3600, 10):
-        trends.advance(t)
-        trends.level("queue", t // 3600)
-        trends.add("token gaps", t // 3600)
-    for name, n in (("token gaps", 720), ("queue", (7200 - 1) * 1e6)):
-        series, (_, _, count) = trends.series(name, 7200, 240, 3 * 3600 - 1.0, live=True)
-        assert count == n and set(series.p50.round().tolist()) == {1.0, 2.0}
 
 
 def test_the_records_of_a_run_fill_every_trend() -> None:

@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import pytest
 
 from minitui.export.markdown import write_markdown
@@ -17,7 +16,6 @@ from minitui.viewmodel.compare.runs import recorded_view
 from minitui.viewmodel.explain.causes import explain
 from minitui.viewmodel.explain.stalls import explain_gap
 from minitui.viewmodel.explain.timing import why_slow
-from minitui.viewmodel.explain.usual_times import UsualTimes
 from tests.viewmodel.test_stalls import gap_at, preempted_in
 
 
@@ -75,19 +73,3 @@ def test_the_markdown_of_vllm_s_recording_and_its_gaps_tell_what_is_usual_beside
         assert reason.by_key.keys() <= {"usual", "beside_prompts", "variation"}
         assert reason.by_key["beside_prompts"] == pytest.approx(gap.ms - (reason.usual or 0.0))
     assert told > 40
-
-
-def test_without_enough_steps_to_compare_with_no_time_is_usual() -> None:
-    took = np.array([10.0, 30.0, 31.0, 32.0, 33.0, 34.0, 60.0, 61.0, 62.0, 63.0, 64.0, 7.0])
-    own = np.array([0, 0, 0, 0, 0, 0, 900, 1000, 1100, 1200, 1300, 5])
-    ahead = np.array([0, 8, 8, 8, 8, 900, 5, 5, 5, 5, 5, 0])
-    times = UsualTimes(np.arange(12), own, ahead, took)
-    assert times.of(0, 0, 0) is None and times.of(1, 0, 8) is None  # no prompts; only four others
-    assert times.of(99, 5, 0) is None
-    before = times.of(99, 0, 2_000)
-    assert before is not None and (before.ms, before.steps, str(before)) == (
-        32.0, 5, "before a step with prompts (median of 5, most 30.4 to 33.6 ms)",
-    )  # fmt: skip
-    longer = times.of(99, 950, 1)
-    assert longer is not None and longer.ms == 62.0
-    assert longer.where == "with 900 to 1,300 prefill tokens before a step with prompts"
