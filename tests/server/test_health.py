@@ -50,9 +50,12 @@ def test_the_endpoints_are_documented_in_a_page_that_loads_nothing(server: Runni
     assert "<code>max_tokens</code><td>integer or null" in page.text
 
 
-def test_a_browser_gets_in_with_the_key_as_the_password_and_only_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_browser_gets_in_with_the_key_and_metrics_need_it_unless_the_operator_opens_them(
+    tmp_path: Path, opened: bool
+) -> None:
     """A browser sends a password with each request, so a page that misuses it must not get the key's whole role."""
-    with serving(tmp_path, keys={KEY: Role.CONTROL}) as running:
+    with serving(tmp_path, keys={KEY: Role.CONTROL}, open_metrics=opened) as running:
         asked = running.get("/docs", headers={"Accept": "text/html"})
         assert asked.status_code == 401 and asked.headers["WWW-Authenticate"].startswith("Basic ")
         assert running.get("/docs").headers["WWW-Authenticate"] == "Bearer"  # a program cannot ask its user
@@ -67,11 +70,6 @@ def test_a_browser_gets_in_with_the_key_as_the_password_and_only_reads(tmp_path:
         assert given("wrong", "/docs", **{"x-api-key": KEY}) == 200
         for word in ("=", "%%%", "//79"):  # the last is not UTF-8
             assert running.get("/docs", headers={"Authorization": f"Basic {word}"}).status_code == 401
-
-
-@pytest.mark.parametrize("opened", [False, True])
-def test_metrics_need_a_key_unless_the_operator_opens_them(tmp_path: Path, opened: bool) -> None:
-    with serving(tmp_path, keys={KEY: Role.CONTROL}, open_metrics=opened) as running:
         assert running.get("/metrics").status_code == (200 if opened else 401)
         for path in ("/health", "/ping", "/version"):
             assert running.get(path).status_code == 200

@@ -218,7 +218,7 @@ def test_an_error_in_mid_stream_is_an_event(server: Running, monkeypatch: pytest
 @pytest.fixture(scope="module")
 def client(server: Running) -> Any:
     anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed")
-    return anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=30)
+    return anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=90)
 
 
 def test_the_anthropic_client_reads_messages_streams_and_counts(client: Any, server: Running) -> None:

@@ -39,7 +39,7 @@ CALL_PATTERN = r'<tool_call>\n\{"name": "count_blocks", "arguments": \{"kind": "
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=90)
 
 
 def ask(client: Any, **options: Any) -> Any:

@@ -195,12 +195,12 @@ async def test_a_flood_leaves_the_loop_its_turns_and_can_be_left(cancel: bool) -
         stream = source.submit(source.codec.apply_chat_template([{"role": "user", "content": "Q"}]), SamplingParams())
         await stream.started()
         for _ in range(50):  # the application must stay responsive meanwhile
-            await asyncio.wait_for(asyncio.sleep(0.001), 5)
+            await asyncio.wait_for(asyncio.sleep(0.001), 30)
         if cancel:
             stream.cancel()
-        await asyncio.wait_for(source.close(), 5)
+        await asyncio.wait_for(source.close(), 60)
         assert stream._task.done()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             try:
                 assert [delta.finish_reason async for delta in stream][-1] == "abort" and cancel
             except EngineError as error:  # only what the user cancelled is called cancelled

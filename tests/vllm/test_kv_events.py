@@ -327,7 +327,7 @@ async def test_what_cannot_be_read_in_time_is_lost_and_the_tree_begins_again() -
                 publisher.number += 1
             await asyncio.sleep(0)
         await until(lambda: source._last_live >= 0)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while texts(source) != [tokens(700, 4)]:
                 await publisher.publish({"type": "AllBlocksCleared"}, stored([6], first=700))
                 await asyncio.sleep(0.05)

@@ -284,7 +284,7 @@ async def test_two_data_parallel_ranks_are_found_and_shown_as_replicas(monkeypat
         for scheduler in schedulers:
             scheduler.shutdown()
     for name in ("run.trace", "run.rank1.trace"):
-        wait_for(lambda path=tmp_path / name: TraceReader(path).complete, 20)
+        wait_for(lambda path=tmp_path / name: TraceReader(path).complete, 60)
 
 
 def test_a_request_that_gets_more_input_ends_the_recording_and_not_vllm(make, said):
@@ -352,10 +352,10 @@ def test_a_watcher_that_hangs_costs_bounded_memory_and_then_continues(watched, m
         assert connection.lost and connection._size < 2 << 20
     finally:
         watcher.resume()
-    wait_for(lambda: load.run(load.steps + 1) or not connection.lost, 20)
+    wait_for(lambda: load.run(load.steps + 1) or not connection.lost, 60)
     at = load.steps
     load.run(at + 100)
-    wait_for(lambda: connection.flush() or json.loads(report.read_text())["steps"] > at, 20)
+    wait_for(lambda: connection.flush() or json.loads(report.read_text())["steps"] > at, 60)
     load.finish()
     scheduler.shutdown()
     watcher.wait(20)

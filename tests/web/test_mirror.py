@@ -54,7 +54,7 @@ async def settle() -> None:
 
 
 async def until(true: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not true():
             await asyncio.sleep(0.005)
 

@@ -57,7 +57,7 @@ class Browser:
         self._next += 1
         answer = self._answers[self._next] = asyncio.get_running_loop().create_future()
         await self._channel.send_str(json.dumps({"id": self._next, "method": method, "params": params}))
-        return await asyncio.wait_for(answer, 30)
+        return await asyncio.wait_for(answer, 90)
 
     async def open(self, url: str) -> None:
         """Another page in the place of this one."""
@@ -87,7 +87,7 @@ class Browser:
         self._reader.feed(data)
         return "\n".join(line.rstrip() for line in self._terminal.display)
 
-    async def until(self, text: str, seconds: float = 40.0) -> None:
+    async def until(self, text: str, seconds: float = 90.0) -> None:
         deadline = time.monotonic() + seconds
         while text not in self.words:
             assert time.monotonic() < deadline, f"{text!r} was not shown; there stands:\n{self.words.rstrip()}"
@@ -107,7 +107,7 @@ async def browser(url: str, profile: Path) -> AsyncIterator[Browser]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         port_file = profile / "DevToolsActivePort"
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(90):
             while not (port_file.is_file() and port_file.read_text().strip()):
                 assert process.poll() is None, "Chromium ended"
                 await asyncio.sleep(0.1)
@@ -152,7 +152,7 @@ def web(directory: Path, name: str, *options: str) -> Iterator[tuple[int, Callab
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
         process.kill()
-    _, alive = psutil.wait_procs([p for p in family if p.is_running()], timeout=5)
+    _, alive = psutil.wait_procs([p for p in family if p.is_running()], timeout=60)
     assert not alive, f"{[p.cmdline() for p in alive]} outlived the command"
 
 
