@@ -52,7 +52,7 @@ class EngineConfig:
     block_size: int = 16  # tokens
     num_blocks: int | None = None  # KV blocks, without the null block; None: computed from kv_tokens or free memory
     # For models with several kinds of memory: pages of each group with a window, and slots for recurrent states; None:
-    # chosen from the KV blocks (engine/worker/pools.py). A long prompt has a checkpoint of its states at each interval.
+    # chosen from the KV blocks (worker/loaded.py). A long prompt has a checkpoint of its states at each interval.
     window_blocks: int | None = None
     state_slots: int | None = None
     checkpoint_interval: int = 1024  # tokens

@@ -212,7 +212,7 @@ import torch
 
 from engine.errors import CheckpointError, InvalidRequest
 from engine.params import SamplingParams
-from engine.text.tokenizer_config import TokenizerConfig
+from engine.text.tokenizer import TokenizerConfig
 from minitui import settings
 from minitui.cli import options
 from minitui.sampling import Sampling

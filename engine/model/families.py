@@ -48,7 +48,7 @@ class Architecture:
     longrope: bool = False  # rope kinds are "default" and "longrope"
     two_ropes: bool = False  # layers with a window have other rotary positions, without scaling
     uneven: bool = False  # Gemma 4: layers differ in more than that (engine/model/hf/uneven.py)
-    # Foreign keys (engine/model/hf/foreign_keys.py) that are read for this architecture.
+    # Foreign keys (engine/model/hf/config.py) that are read for this architecture.
     reads: str = ""
     delta: bool = False  # layers with a gated delta rule, and gates of the attention output
     fused_delta: bool = False  # the projections of the delta rule are in_proj_qkvz and in_proj_ba, key head by key head

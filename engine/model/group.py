@@ -102,7 +102,7 @@ ALONE = Group()
 class CollectiveTime:
     """The time that a step spends in collectives, measured with the host's clock or between GPU events.
 
-    For a collective in a graph, the time measured at the start without other work is added (engine/parallel/timing.py).
+    For a collective in a graph, the time measured at the start without other work is added (engine/parallel/group.py).
     """
 
     def __init__(self, ranks: int) -> None:

@@ -40,7 +40,7 @@ UNEVEN = {
     "head_shapes", "shared_kv", "value_norm", "mlp_widths", "per_layer_inputs", "layer_scalars", "beside_mlp",
 }  # fmt: skip
 SUPPORTED: dict[str, frozenset[str]] = {
-    "cpu_decode": frozenset({"softcap", "sinks", "windows", "groups"}),  # engine/worker/cpu/cpu_decode.py
+    "cpu_decode": frozenset({"softcap", "sinks", "windows", "groups"}),  # engine/worker/cpu/executor.py
     "compiled": frozenset({"windows", "several_ropes", "groups"}),  # engine/worker/cpu/compiled_decoder.py
     # engine/worker/graphs/cuda_graphs.py and fused_decode.py
     "graphs": frozenset(WORDS) - {"query_scales"} - UNEVEN,

@@ -5,9 +5,11 @@ This module does not import torch, so the user interface can encode and decode i
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -16,12 +18,13 @@ import tokenizers
 
 from engine.eos import eos_ids
 from engine.errors import CheckpointError, InvalidRequest, PromptTooLong
-from engine.text.added_tokens import add_tokens
-from engine.text.chat_template import ChatTemplate
+from engine.fields import Fields, listed, shown
+from engine.files import TOKENIZER_BYTES, again, no_target, read_bytes, read_json_if_there, read_text
+from engine.params import RECOMMENDED, SamplingParams
+from engine.text.added_tokens import SPECIAL_NAMES, add_tokens, text_of
+from engine.text.chat_template import LONGEST_SOURCE, ChatTemplate
 from engine.text.detokenizer import Decoding, Detokenizer
 from engine.text.markers import MarkedDetokenizer, Markers
-from engine.text.tokenizer_config import TokenizerConfig
-from engine.text.tokenizer_file import LONG_TEXT, encode, load
 
 Message = dict[str, Any]
 
@@ -289,3 +292,154 @@ def _map_strings(value: Any, change: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_map_strings(item, change) for item in value]
     return value
+
+
+class TokenizerConfig:
+    """Reads the files of a checkpoint directory. Its methods raise CheckpointError if a file is broken."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.fields = self._fields("tokenizer_config.json").raw
+        if "added_tokens_decoder" not in self.fields:  # older versions name special tokens in another file
+            self.fields |= self._fields("special_tokens_map.json").raw
+
+    def special_names(self) -> dict[str, str]:
+        """Returns the texts of the special tokens by their names, such as "eos_token"."""
+        return {name: self._special(name) for name in SPECIAL_NAMES if self.fields.get(name)}
+
+    def _fields(self, name: str) -> Fields:
+        path = self.directory / name
+        return Fields(path, read_json_if_there(path))
+
+    def _special(self, name: str) -> str:
+        """Returns the text of a special token, which tokenizer_config.json has as a string or as {"content": text}."""
+        token = self.fields[name]
+        content = text_of(token)
+        if content is None:
+            raise CheckpointError(
+                f"the tokenizer of {self.directory} has {name} = {shown(token)}: it must be a string, or an object "
+                "with content"
+            )
+        return content
+
+    def generation(self, vocab_size: int) -> dict[str, Any]:
+        """Returns the sampling settings that generation_config.json recommends."""
+        fields = self._fields("generation_config.json")
+        found = {key: fields.raw[key] for key in RECOMMENDED if fields.raw.get(key) is not None}
+        if not fields.flag("do_sample", True):
+            found["temperature"] = 0.0
+        try:
+            SamplingParams(**found).validate(vocab_size)
+        except InvalidRequest as error:
+            raise CheckpointError(f"{fields.path} recommends invalid settings: {error}; correct or delete it") from None
+        return found
+
+    def chat_template(self) -> str | None:
+        """Returns the source of the chat template; None: there is none."""
+        path = self.directory / "chat_template.jinja"
+        if path.exists():
+            return read_text(path, LONGEST_SOURCE)
+        template = self.fields.get("chat_template") or self._fields("chat_template.json").raw.get("chat_template")
+        if isinstance(template, list):  # several templates with names
+            template = {str(item.get("name")): item.get("template") for item in template if isinstance(item, dict)}
+        if isinstance(template, dict):
+            template = template.get("default") or next(iter(template.values()), None)
+        if template is not None and (not isinstance(template, str) or len(template) > LONGEST_SOURCE):
+            found = f"{len(template):,} characters" if isinstance(template, str) else type(template).__name__
+            raise CheckpointError(
+                f"the chat template of {self.directory} is {found}; it must be a string of at most {LONGEST_SOURCE:,} "
+                "characters"
+            )
+        return template
+
+
+OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt", "tiktoken.model")
+LONG_TEXT = 4096  # characters
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+LARGEST_GROWTH = 256  # how many times as long a text may become before it is split into tokens
+LARGEST_PROCESSOR = 1 << 16  # characters of the part that adds tokens such as a BOS
+
+
+def load(path: Path) -> tokenizers.Tokenizer:
+    """Returns the tokenizer of a tokenizer.json, without padding and truncation. Raises CheckpointError."""
+    try:
+        data = read_bytes(path, TOKENIZER_BYTES)
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise no_target(path) from None
+        others = [name for name in OTHER_FORMATS if (path.parent / name).is_file()]
+        instead = f", only {listed(others)}" if others else ""
+        raise CheckpointError(
+            f"{path} does not exist{instead}: save the model's tokenizer in this format, with "
+            "AutoTokenizer.from_pretrained(…).save_pretrained(…) of transformers"
+        ) from None
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library is in Rust: a panic there is not an Exception
+        raise CheckpointError(f"{path} cannot be read ({error}): {again(path)}") from error
+    for name in ("normalizer", "decoder"):
+        growth = _growth(_state(getattr(tokenizer, name)))
+        if growth > LARGEST_GROWTH:
+            raise CheckpointError(
+                f"{path} has a {name} that makes a text up to {growth:,} times as long: at most {LARGEST_GROWTH} are "
+                "supported; download it again"
+            )
+    if len(json.dumps(_state(tokenizer.post_processor))) > LARGEST_PROCESSOR:
+        raise CheckpointError(
+            f"{path} has a post_processor of more than {LARGEST_PROCESSOR:,} characters: download it again"
+        )
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Returns the ids of a text. Raises InvalidRequest if the text cannot be encoded.
+
+    UTF-8 cannot encode lone surrogates, and a tokenizer's expression may be too slow for some texts. Long texts use the
+    batch call, because `encode` blocks all other threads while it runs.
+    """
+    try:
+        if len(text) < LONG_TEXT:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    except TypeError:
+        if (lone := LONE_SURROGATE.search(text)) is None:
+            raise
+        raise InvalidRequest(
+            f"character {lone.start():,} of the text is a lone surrogate (U+{ord(lone[0]):04X}), not a character: "
+            "remove it or replace it with U+FFFD"
+        ) from None
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic
+        raise InvalidRequest(
+            f"the model's tokenizer cannot split this text of {len(text):,} characters ({error}): change the text"
+        ) from error
+
+
+def _state(component: Any) -> Any:
+    """Returns a part of a tokenizer as JSON has it."""
+    return None if component is None else json.loads(component.__getstate__())
+
+
+def _growth(state: Any) -> int:
+    """Returns how many times as long a text can become."""
+    growth = 1
+    for each in _steps(state):
+        if each.get("type") == "Precompiled":
+            data = base64.b64decode(each.get("precompiled_charsmap") or "")
+            strings = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+            growth *= max(map(len, strings))
+        elif each.get("type") in ("Replace", "Prepend"):
+            growth *= max(1, len(each.get("content") or each.get("prepend") or ""))
+    return growth
+
+
+def _steps(state: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(state, dict):
+        yield state
+        for inner in state.get("normalizers") or state.get("decoders") or ():
+            yield from _steps(inner)

@@ -1,7 +1,7 @@
 """Every kind of record: what it means, its fields, how it changes a State, and when it is possible.
 
 `apply` changes the state. It trusts the record; `faults` and the fields' own bounds check records that come from a file
-or from another server (minitui/trace/follow.py). Kinds that only other servers write are in minitui/trace/foreign.py.
+or from another server (minitui/trace/check.py). Kinds that only other servers write are in minitui/trace/foreign.py.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@
     messages/        Anthropic's Messages API
     items.py         translates these two APIs to chat requests, and chat replies to items
     telemetry/       /metrics, /health, and the records for minitui's own client
-    application.py   combines the endpoints; docs.py shows them; command.py runs the server
+    application.py   combines the endpoints, and shows them; command.py runs the server
 
 FastAPI and uvicorn belong to the extra "serve"; nothing outside this package imports them.
 """

@@ -1,7 +1,7 @@
 """Checks the types, ranges and sizes of data from a minitui server, before the data is stored or applied.
 
-Records and snapshots get the same checks as in a trace (minitui/trace/check.py, minitui/trace/follow.py). This module
-adds checks of answers, and of sizes that grow during a long connection; ServerInfo checks the facts about the engine.
+Records and snapshots get the same checks as in a trace (minitui/trace/check.py). This module adds checks of
+answers, and of sizes that grow during a long connection; ServerInfo checks the facts about the engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minitui.sources import remote_checks
 from minitui.sources.bounds import LARGE
 from minitui.sources.http import check, httpx, load_json, normalise, open_client, unreachable
 from minitui.trace import check as trace_check
-from minitui.trace.follow import Follower
+from minitui.trace.check import Follower
 
 MOST_REQUESTS = 1 << 16
 MOST_LOADS = 1 << 16  # expert loads (layers times experts) in a record; hundreds of these records are kept

@@ -1,7 +1,8 @@
-"""Checks the lines of a trace: types and ranges, and that a keyframe's requests, tree and pool agree.
+"""Checks the lines of a trace: types and ranges, that a keyframe's requests, tree and pool agree, and that each record
+is possible in the state before it.
 
-Each fault raises a ValueError with a short reason. Views and exports trust a trace that passes these checks and the
-checks of minitui/trace/follow.py.
+Each fault raises a ValueError with a short reason. State.apply, views and exports trust a trace that passes these
+checks. What is possible is part of each kind of record (engine/trace/kinds.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from engine.info import EngineInfo
 from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.kind import (
+    FAULTS,
     KINDS,
     MOST,
     Bound,
@@ -23,7 +25,9 @@ from engine.trace.kind import (
     duration,
     factor,
     gate_state,
+    kind_of,
     later,
+    named,
     one_of,
     position,
     positive,
@@ -34,6 +38,7 @@ from engine.trace.kind import (
 )  # fmt: skip
 from engine.trace.runs import blocks_of, number_of
 from engine.trace.side_pool import GROUP, SideGroup, SidePool
+from engine.trace.state import State
 from engine.trace.views import BLOCKS, NODE, REQUEST, WASTE
 from minitui.trace.lines import MOST_VALUES
 
@@ -260,3 +265,48 @@ def _requests(value: dict[str, Any]) -> None:
         _need(node["users"] == users.get(id, 0), f"node {id} has {users.get(id, 0)} users, not {node['users']}")
     waiting = sorted(id for id, request in value["requests"].items() if request["state"] != "running")
     _need(sorted(value["queue"]) == waiting, "the queue differs from the waiting requests")
+
+
+STATEFUL = {
+    kind: [(3 + i, bound.fault) for i, bound in enumerate(cls.bounds.values()) if bound.fault is not None]
+    for kind, cls in KINDS.items()
+}  # kind -> (place, fault) of each field whose values depend on the state
+REQUESTS = {kind: 3 + cls.fields.index("request") for kind, cls in KINDS.items() if "request" in cls.fields}
+
+
+class Follower:
+    """Checks each record, then folds it into the state."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._youngest = max(state.requests, default=-1)  # the highest request id so far
+        self._held = sum(len(request.table) for request in state.requests.values())  # blocks in all block tables
+
+    def take(self, record: Record) -> None:
+        """Fold a record that `check.record` returned. Raises ValueError with the reason if the record is impossible."""
+        seq, _t, kind, *_ = record
+        state = self.state
+        reason = self._fault(record)
+        if reason:
+            raise ValueError(f"record {seq:,} ({kind}) is impossible: {reason}")
+        place = REQUESTS.get(kind)
+        request = state.requests.get(record[place]) if place is not None else None
+        before = len(request.table) if request is not None else 0
+        state.apply(record)
+        if request is not None:
+            self._held += len(request.table) - before
+            if self._held > MOST_HELD:
+                raise ValueError(f"the block tables of the requests have more than {MOST_HELD:,} entries")
+
+    def _fault(self, record: Record) -> str:
+        state, kind = self.state, kind_of(record)
+        for place, fault in STATEFUL[kind]:
+            if reason := fault(state, record[place]):
+                return reason
+        if kind == "submit":
+            id = named(record).request
+            if id <= self._youngest:
+                return f"r{id} is not newer than r{self._youngest}"
+            self._youngest = id
+        faults = FAULTS.get(kind)
+        return "" if faults is None else next(faults(state, record), "")

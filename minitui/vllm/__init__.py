@@ -4,8 +4,8 @@
 
     scheduler.py, recorder.py        run inside vLLM: write down each step's decisions
     facts.py, ports.py, pipe.py      run there, too: facts about the engine and its ports; messages without ever waiting
-    watcher.py, service.py           run in a process beside vLLM: the telemetry endpoint, the recording
-    translate.py, requests.py, blocks.py, side_groups.py      turn what vLLM did into minitui's records
+    watcher.py                       runs in a process beside vLLM: the telemetry endpoint, the recording
+    translate.py, blocks.py, side_groups.py      turn what vLLM did into minitui's records
 
 Without the class, for a server that cannot be restarted (`minitui inspect --kv-events`):
 

@@ -310,7 +310,7 @@ def test_every_field_of_the_familys_configuration_is_looked_at(
         raw |= {"enable_moe_block": True, "top_k_experts": 2}
     monkeypatch.setattr(engine.model.hf.config, "read_json", lambda path: raw)
     read_model_config(tmp_path)
-    from engine.model.hf.foreign_keys import neutral_values
+    from engine.model.hf.config import neutral_values
 
     looked_at = raw.seen | set(neutral_values(64, 64, 2))
     looked_at.add("eos_token_id")  # by engine.eos

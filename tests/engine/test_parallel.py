@@ -29,9 +29,9 @@ from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.hf.config import read_model_config
 from engine.parallel import mailbox
+from engine.parallel.group import Timings
 from engine.parallel.processes import Workers, device_of
 from engine.parallel.shards import check, shard_config, shard_slots
-from engine.parallel.timing import Timings
 from engine.params import SamplingParams
 from engine.process.client import EngineClient
 from engine.worker.rank_runner import LeadRunner

@@ -17,7 +17,7 @@ from engine.trace.kind import kind_of
 from engine.trace.side_pool import SideGroup
 from engine.trace.state import State
 from minitui.trace import check
-from minitui.trace.follow import Follower
+from minitui.trace.check import Follower
 from tests.support.simulation import SimulatedRunner, alone, simulated
 
 PARAMS = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from engine.trace.state import State
-from minitui.trace.follow import Follower
+from minitui.trace.check import Follower
 from minitui.vllm.blocks import Inconsistent
 from minitui.vllm.translate import Translator
 

@@ -244,7 +244,7 @@ def test_a_keyframe_that_is_not_what_the_records_lead_to_is_a_sentence(tmp_path:
 
 
 def test_a_recording_that_no_reader_would_take_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minitui.trace.writer.LONGEST_LINE", 4000)
+    monkeypatch.setattr("minitui.trace.recorder.LONGEST_LINE", 4000)
     engine = make_engine()
     recorder = Recorder(tmp_path / "large.trace")
     recorder.begin(INFO, engine.snapshot())

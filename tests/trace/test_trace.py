@@ -227,7 +227,7 @@ async def test_a_disk_that_fails_ends_the_recording_and_not_the_engine(
         raise OSError(28, "No space left on device")
 
     source = RecordingSource(FakeSource(), tmp_path / "run.trace")
-    monkeypatch.setattr("minitui.trace.writer.TraceWriter._line", full)
+    monkeypatch.setattr("minitui.trace.recorder.TraceWriter._line", full)
     await source.start(lambda progress: None)
     stream = source.submit(list(range(60)), SamplingParams(max_tokens=5, ignore_eos=True), group="a")
     async for _ in stream:

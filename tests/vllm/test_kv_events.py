@@ -20,7 +20,7 @@ from textual.widgets import Static
 from engine.errors import EngineError
 from engine.trace.state import State
 from minitui.cli import inspect
-from minitui.trace.follow import Follower
+from minitui.trace.check import Follower
 from minitui.tutor import model_dir
 from tests.support.fake_openai import FakeServer
 from tests.support.paths import ROOT

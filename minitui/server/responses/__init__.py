@@ -2,7 +2,6 @@
 
     schema.py      validates requests, and translates them
     tools.py       translates tools to functions, and calls back
-    answer.py      writes the response and its events
     store.py       keeps the last responses
-    endpoints.py   the endpoints
+    endpoints.py   the endpoints; write the response and its events
 """
