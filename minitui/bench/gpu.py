@@ -14,20 +14,20 @@ from engine.trace.records import Record
 from minitui.bench.limits import Limits, Work
 from minitui.bench.rows import Row, decode_steps, greedy, random_prompts, recorded, seconds, waste_rows
 
-# (value of the best other engine, goal), on one H200 with random weights. Other engines: vLLM 0.25.1, mini-sglang,
+# The value of the best other engine, on one H200 with random weights. Other engines: vLLM 0.25.1, mini-sglang,
 # nano-vllm. We assume that their batch figures exclude the prompts. Otherwise 22,262 tok/s would leave at most 8.9 ms
 # for a step of 256 rows of the 8B model. That is too little: on the same H200, the step's matrix products took 6.73 ms
 # in cuBLAS, and reading its keys and values took 2.3 ms.
 H200 = {
     "8B": {
-        "batch 1": (5.14, 4.60), "batch 64": (10_223, 12_000), "batch 256": (22_262, 24_000),
-        "prefill 16 x 4,096": (41_162, 44_000), "mixed 256": (10_059, 10_800),
-        "first token, 2,112 cold": (51.9, 48.0), "first token, 2,048 cached + 64": (8.4, 6.0),
+        "batch 1": 5.14, "batch 64": 10_223, "batch 256": 22_262,
+        "prefill 16 x 4,096": 41_162, "mixed 256": 10_059,
+        "first token, 2,112 cold": 51.9, "first token, 2,048 cached + 64": 8.4,
     },
     "0.6B": {
-        "batch 1": (1.64, 1.20), "batch 64": (28_470, 36_000), "batch 256": (53_524, 62_000),
-        "prefill 16 x 4,096": (344_578, 370_000), "mixed 256": (24_616, 29_000),
-        "first token, 2,112 cold": (8.9, 7.0), "first token, 2,048 cached + 64": (6.6, 2.5),
+        "batch 1": 1.64, "batch 64": 28_470, "batch 256": 53_524,
+        "prefill 16 x 4,096": 344_578, "mixed 256": 24_616,
+        "first token, 2,112 cold": 8.9, "first token, 2,048 cached + 64": 6.6,
     },
 }  # fmt: skip
 
@@ -35,9 +35,9 @@ REPLY = 256  # tokens of a reply in the batch rows
 
 
 class GpuRows:
-    """Measures one model. `references`: row name -> (value of the best other engine on this GPU, goal)."""
+    """Measures one model. `references`: row name -> the value of the best other engine on this GPU."""
 
-    def __init__(self, llm: LLM, work: Work, limits: Limits, references: dict[str, tuple[float, float]]) -> None:
+    def __init__(self, llm: LLM, work: Work, limits: Limits, references: dict[str, float]) -> None:
         self._llm, self._work, self._limits, self._references = llm, work, limits, references
         self._vocab = int(llm.info.vocab_size)
         self._seed = 0
@@ -151,7 +151,6 @@ class GpuRows:
 
     def _row(self, name: str, value: float, unit: str, limit: Callable[[Limits], float], note: str = "") -> Row:
         """Returns a row. `limit` returns the best value that the given limits of the machine allow."""
-        other, goal = self._references.get(name, (None, None))
         limits = self._limits
         steady = limit(replace(limits, matmul=limits.sustained)) if limits.sustained else None
-        return Row(name, value, unit, limit(limits), goal, other, note, steady)
+        return Row(name, value, unit, limit(limits), self._references.get(name), note, steady)

@@ -47,12 +47,7 @@ class Options:
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: 8-bit keys and values.")] = "auto"
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step, on a GPU.")] = 16_384
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: one fewer than there are cores.")] = None
-    no_watching: Annotated[bool, typer.Option("--no-watching", help="Do not measure the cost of engine records.")] = (
-        False
-    )
-    pairs: Annotated[
-        int, typer.Option(min=1, help="Runs of each row on a CPU, and pairs of runs with and without engine records.")
-    ] = 8
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each row on a CPU.")] = 8
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
 
@@ -169,7 +164,7 @@ def _measure(
     from minitui.bench.cpu import CpuRows
     from minitui.bench.gpu import H200, GpuRows
     from minitui.bench.limits import Work
-    from minitui.bench.rows import said, watching
+    from minitui.bench.rows import said
 
     directory = resolve_model(model, weights=not dummy, tokenizer=False)
     config = read_model_config(directory)
@@ -194,11 +189,8 @@ def _measure(
         references = H200.get(label, {}) if "H200" in torch.cuda.get_device_name() else {}
         found = GpuRows(llm, work, limits, references).all()
     else:
-        found = CpuRows(llm, work, limits, options.pairs).all()
+        found = CpuRows(llm, work, limits, options.runs).all()
     result: dict[str, Any] = {"info": info.to_json(), "notes": notes, "rows": said(found, say)}
-    if not options.no_watching:
-        result["watching"], lines = watching(llm, 64 if on_gpu else 4, pairs=options.pairs)
-        say(*lines, sep="\n")
     llm.engine.check()
     llm.close()
     return result

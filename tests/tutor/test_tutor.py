@@ -22,7 +22,7 @@ from minitui.dev.tutor.dataset import (
     load_words,
     word_set,
 )
-from minitui.dev.tutor.scoring import judge
+from minitui.dev.tutor.evaluate import judge
 from minitui.dev.tutor.wordings import Damage, Wordings
 from minitui.teaching.contrasts import CONTRASTS
 from minitui.teaching.scenarios import DEMOS

@@ -7,11 +7,10 @@ The network has Qwen3's architecture, and its weights have the same names as in 
 
 from __future__ import annotations
 
-import functools
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -24,8 +23,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from minitui.dev.tutor.dataset import HeldOut, load_checks, load_items, load_words
+from minitui.dev.tutor.evaluate import answers_of, known, score, table
 from minitui.dev.tutor.rows import Conversations, pack, tokenizer_texts, train_tokenizer
-from minitui.dev.tutor.scoring import Chat, known, score, table
 from minitui.dev.tutor.wordings import Damage
 from minitui.tutor import DEFAULT_SYSTEM_PROMPT
 
@@ -329,13 +328,10 @@ def main(
     if start_from is not None:
         mix(network, old, recipe.keep)
     save(network, tokenizer, shape, out)
-    with torch.no_grad():
-        for weight in network.parameters():
-            weight.copy_(weight.to(torch.bfloat16))
     if device == "cpu":
         print(f"to evaluate the model: python -m minitui.dev.tutor.evaluate --model {out}")
         return
-    answer = functools.partial(answer_with, network, tokenizer)
+    answer = answers_of(out)
     for name in ("development.jsonl", "evaluation.jsonl"):
         verdicts = score(load_checks(name), answer, DEFAULT_SYSTEM_PROMPT)
         print(name, table(verdicts), sep="\n", flush=True)
@@ -345,36 +341,6 @@ def main(
         right = known(items, answer, system)
         print(f"canonical questions answered word for word: {len(right)} of {len(items)}", flush=True)
     print("answered differently:", sorted(set(items) - set(right)))
-
-
-@torch.inference_mode()
-def answer_with(network: Network, tokenizer: Tokenizer, chats: Sequence[Chat], most: int = 260) -> list[str]:
-    """Returns greedy answers to all chats, computed in one batch; used for the evaluation after training."""
-    device = next(network.parameters()).device
-    end = tokenizer.token_to_id("<|im_end|>")
-    prompts = [tokenizer.encode(render(chat)).ids for chat in chats]
-    answers: list[list[int]] = [[] for _ in prompts]
-    live = list(range(len(prompts)))
-    embedding = network.model.embed_tokens.weight
-    while live:
-        rows = [prompts[index] + answers[index] for index in live]
-        longest = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
-        mask = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()[None, None]
-        with torch.autocast(device.type, torch.bfloat16):
-            hidden = network(ids, mask)
-            last = hidden[torch.arange(len(rows)), torch.tensor([len(row) - 1 for row in rows])]
-            chosen = (last @ embedding.T).argmax(-1).tolist()
-        for index, token in zip(live, chosen, strict=True):
-            answers[index].append(token)
-        live = [index for index in live if answers[index][-1] != end and len(answers[index]) < most]
-    return [tokenizer.decode([token for token in ids if token != end]) for ids in answers]
-
-
-def render(chat: Chat) -> str:
-    """Returns the text that CHAT_TEMPLATE makes from a chat, up to the beginning of the answer."""
-    turns = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in chat)
-    return turns + "<|im_start|>assistant\n"
 
 
 def save(network: Network, tokenizer: Tokenizer, shape: Shape, out: Path) -> None:
