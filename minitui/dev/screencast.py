@@ -7,7 +7,6 @@ in a row become one longer frame. A headless Chromium draws the frames, and Pill
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import tempfile
 import time
 from dataclasses import dataclass
@@ -40,24 +39,22 @@ class Frame:
 async def film(name: str, columns: int, rows: int, beat: float) -> list[Frame]:
     """Plays a demo to its end; returns the frames."""
     demo = DEMOS[name]
-    scene = Scene(_nothing, columns, rows, options=demo.options)
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
-        app = await make(scene, Path(folder), servers)
-        app.chats.sampling.max_tokens = demo.max_tokens
-        frames: list[Frame] = []
-        async with app.run_test(size=(columns, rows)):
-            await until(lambda: app.feed.live and app.progress is None)
-            playing = asyncio.create_task(play_in_app(demo, app, None, beat))
-            last = time.monotonic()
-            while not playing.done():
-                await asyncio.sleep(1 / FRAMES_PER_S)
-                svg, now = offline(app.export_screenshot(title="minitui")), time.monotonic()
-                if frames and _drawn(frames[-1].svg) == _drawn(svg):
-                    frames[-1].seconds += now - last
-                else:
-                    frames.append(Frame(svg, now - last))
-                last = now
-            await playing
+    app = make(Scene(_nothing, columns, rows, options=demo.options))
+    app.chats.sampling.max_tokens = demo.max_tokens
+    frames: list[Frame] = []
+    async with app.run_test(size=(columns, rows)):
+        await until(lambda: app.feed.live and app.progress is None)
+        playing = asyncio.create_task(play_in_app(demo, app, None, beat))
+        last = time.monotonic()
+        while not playing.done():
+            await asyncio.sleep(1 / FRAMES_PER_S)
+            svg, now = offline(app.export_screenshot(title="minitui")), time.monotonic()
+            if frames and _drawn(frames[-1].svg) == _drawn(svg):
+                frames[-1].seconds += now - last
+            else:
+                frames.append(Frame(svg, now - last))
+            last = now
+        await playing
     frames[-1].seconds += LAST_FRAME_S
     return frames
 

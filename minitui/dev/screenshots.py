@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
-import json
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -22,32 +18,26 @@ from typing import Annotated, Any
 import typer
 from textual import events
 
-from minitui import tutor
 from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import choose_model, load_codec
 from minitui.chat.sessions import Chats
-from minitui.cli.launch import live_source, recorded
+from minitui.cli.launch import live_source
 from minitui.cli.options import engine_config
 from minitui.cli.teaching import lesson_source
 from minitui.export.png import find_browser, write_png
 from minitui.export.svg import offline
 from minitui.settings import Settings
 from minitui.sources.replay import ReplaySource
-from minitui.sources.replicas import ReplicaSource
 from minitui.teaching.contrasts import CONTRASTS, Contrast
-from minitui.teaching.demo import DEMOS, print_demo
 from minitui.teaching.lessons import lesson as find_lesson
 from minitui.trace.bundled import bundled
 from minitui.tui.app import MinituiApp
 from minitui.tui.compare_app import CompareApp, compare_in_app
 from minitui.tui.lesson_app import LessonApp
 from minitui.tui.replay_app import ReplayApp
-from minitui.tui.replica_app import ReplicaApp
 from minitui.tui.screens.compare import CompareScreen
 from minitui.tui.screens.lesson import LessonScreen
 from minitui.tui.screens.prefix import PrefixPanel
-from minitui.tui.widgets.inspect.experts import ExpertMap
-from minitui.web.serve import OwnServer
 
 FOLLOW_UPS = (
     "What is a block table?",
@@ -60,28 +50,24 @@ DEFAULTS: dict[str, Any] = {"kv_blocks": None, "no_prefix_caching": False}
 
 @contextlib.asynccontextmanager
 async def application(scene: Scene) -> AsyncIterator[MinituiApp]:
-    """Runs the scene's application: with its own engine, over servers, or over a recording."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
-        app = await make(scene, Path(folder), servers)
-        async with app.run_test(size=(scene.columns, scene.rows)):
-            await until(lambda: app.feed.live and app.progress is None)
-            yield app
+    """Runs the scene's application: with its own engine, or over a recording."""
+    app = make(scene)
+    async with app.run_test(size=(scene.columns, scene.rows)):
+        await until(lambda: app.feed.live and app.progress is None)
+        yield app
 
 
-async def make(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> MinituiApp:
-    """Returns the scene's application, not yet running. When `servers` is closed, it stops the servers of the scene."""
+def make(scene: Scene) -> MinituiApp:
+    """Returns the scene's application, not yet running."""
     settings = Settings(theme=f"minitui-{scene.theme}")
-    if scene.demo or scene.recording:
-        trace = folder / "demo.trace" if scene.demo else bundled()[scene.recording]
-        if scene.demo:
-            await record(scene.demo, trace)
-        recording = ReplaySource(str(trace))
+    if scene.recording:
+        recording = ReplaySource(str(bundled()[scene.recording]))
         return ReplayApp(recording, Chats(recording), settings, system="", speaker="model")
     restart: Any = None
     if scene.contrast:
         return two_runs(CONTRASTS[scene.contrast], settings)
     if scene.lesson is None:
-        choice = choose_model(str(mixture(folder, scene.experts)) if scene.experts else None)
+        choice = choose_model(None)
         source = live_source(choice, DEFAULTS | scene.options)
     else:
         choice, source, restart = lesson_source(scene.lesson)
@@ -91,9 +77,6 @@ async def make(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> Min
         "speaker": choice.speaker,
         "load_codec": load_codec,
     }
-    if scene.replicas:
-        several = await serve(scene, folder, servers)
-        return ReplicaApp(several, Chats(several, sampling=Sampling(temperature=0.0)), settings, **shared)
     if scene.lesson is None:
         return MinituiApp(source, Chats(source, sampling=Sampling(temperature=0.0)), settings, **shared)
     chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=60))
@@ -113,40 +96,6 @@ def two_runs(contrast: Contrast, settings: Settings) -> CompareApp:
 
     chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=contrast.max_tokens))
     return CompareApp(source, chats, settings, system=choice.system, load_codec=load_codec, script=script)
-
-
-def mixture(folder: Path, experts: int) -> Path:
-    """Writes a checkpoint without weights, the bundled model with experts instead of MLPs; returns its directory."""
-    directory = folder / "tiny-mixture"
-    shutil.copytree(tutor.model_dir(), directory, ignore=shutil.ignore_patterns("*.safetensors"))
-    path = directory / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config |= {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 5,
-        "num_experts": experts,
-        "num_experts_per_tok": 4, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "norm_topk_prob": True,
-    }  # fmt: skip
-    path.write_text(json.dumps(config), encoding="utf-8")
-    return directory
-
-
-async def serve(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> ReplicaSource:
-    """Starts the servers of a scene, one after the other; returns a source for them and an address without a server."""
-    choice, urls, key = choose_model(None), [], "screenshots"
-    for number in range(scene.replicas):
-        config = engine_config(choice.name, **scene.options)
-        server = OwnServer(config, choice.label, folder / f"{number}.log", key)
-        urls.append(await asyncio.to_thread(server.start))
-        servers.callback(server.stop)
-    return ReplicaSource([*urls, "http://127.0.0.1:9"], key)
-
-
-async def record(name: str, trace: Path) -> None:
-    """Plays a demo without a screen and records it."""
-    demo, choice = DEMOS[name], choose_model(None)
-    source = recorded(live_source(choice, DEFAULTS | demo.options), trace)
-    with contextlib.redirect_stdout(io.StringIO()):
-        await print_demo(demo, source, choice.system, Sampling(temperature=0.0, max_tokens=demo.max_tokens))
 
 
 async def take(name: str, directory: Path) -> Path:
@@ -201,10 +150,7 @@ class Scene:
     options: dict[str, Any] = field(default_factory=dict)  # of the engine
     lesson: int | None = None  # instead of the chat: this lesson
     contrast: str = ""  # instead of the chat: the two runs of `minitui compare NAME`
-    demo: str = ""  # instead of the chat: a recording of this demo
     recording: str = ""  # instead of the chat: this bundled recording
-    experts: int = 0  # instead of the bundled model: random weights with this many experts in each layer
-    replicas: int = 0  # instead of an engine: this many servers, and one that is missing
 
 
 async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
@@ -287,20 +233,6 @@ async def four_share(app: MinituiApp) -> None:
     await asyncio.sleep(0.3)
 
 
-async def hot_experts(app: MinituiApp) -> None:
-    """Four chats run on a mixture-of-experts model; the experts' panel has the focus."""
-    sessions = [app.session, *(app.chats.new(app.system) for _ in FOLLOW_UPS[1:])]
-    for seed, (session, question) in enumerate(zip(sessions, FOLLOW_UPS, strict=True)):
-        session.sampling = Sampling(temperature=1.0, seed=seed, max_tokens=240, ignore_eos=True)
-        app.chats.send(session, question)
-        await asyncio.sleep(0.1)
-    app.switch_mode("inspect")
-    await until(lambda: app.view.history.experts.known and app.view.history.live.state.step > 160)
-    await app.source.control("pause")
-    await asyncio.sleep(0.3)
-    app.screen.query_one(ExpertMap).focus()
-
-
 async def lecture(app: MinituiApp) -> None:
     """One chat decodes. Two chats that share a system prompt arrive: one of them uses the blocks of the other."""
     await app.source.control("pause")
@@ -346,15 +278,6 @@ async def compared(app: MinituiApp) -> None:
     screen.runs.cursor = screen.runs.comparison.end("ms") / 3
 
 
-async def replayed(app: MinituiApp) -> None:
-    """A narrated recording at its first preemption."""
-    assert isinstance(app, ReplayApp)
-    await app.replay.control("pause")
-    step = next(step for step, text in app.replay.trace.bookmarks if "preemption" in text)
-    await app.seek(step)
-    await until(lambda: app.position >= step)
-
-
 async def at_its_fullest(app: MinituiApp) -> None:
     """A narrated recording at the bookmark of its fullest batch, or else at its last bookmark."""
     assert isinstance(app, ReplayApp)
@@ -398,26 +321,6 @@ async def completed(app: MinituiApp) -> None:
     await press(app, *"how", "space", *"does", "space")
 
 
-async def replicas(app: MinituiApp) -> None:
-    """Three chats with the same beginning share a replica, a fourth is pinned to the other replica; all chats are
-    answered."""
-    assert isinstance(app, ReplicaApp)
-    await until(lambda: len(app.replicas.usable) == len(app.replicas.replicas) - 1)
-    first = app.chats.sessions[0]
-    for question in ("What is a token?", "What is a radix cache?", "What is prefill?"):
-        await ask(app, question)
-        app.select_session(app.chats.new(app.system))
-    home = app.replicas.place(first.id)
-    app.replicas.pins[app.session.id] = next(r.url for r in app.replicas.usable if r is not home)
-    await ask(app, "What is a block table?")
-    await app.follow(home)
-    await app.source.control("pace", factor=20)
-    for session in app.chats.sessions:
-        app.chats.send(session, "Why is decode memory bound?")
-    app.commands.run("replicas")
-    await asyncio.sleep(3.0)  # the servers are polled every two seconds
-
-
 async def broken_prefix(app: MinituiApp) -> None:
     """Three chats: the date in the system prompt of one changes, and long answers in another evict what is cached."""
     dated = "Today is 2026-11-{day}. " + app.system
@@ -449,7 +352,6 @@ SCENES = {
     "inspect-light": Scene(four_share, 160, 48, "light", SMALL),
     "inspect-projector": Scene(four_share, 120, 36, "projector", SMALL),
     "inspect-80x24": Scene(four_share, 80, 24, options=SMALL),
-    "experts": Scene(hot_experts, 160, 48, options=BUSY | {"dummy_weights": True}, experts=48),
     "lecture": Scene(lecture, 120, 36, options=SCHOOL),
     "lecture-light": Scene(lecture, 120, 36, "light", SCHOOL),
     "lecture-projector": Scene(lecture, 80, 24, "projector", SCHOOL),
@@ -461,14 +363,10 @@ SCENES = {
     "lesson-code": Scene(code, 140, 40, lesson=9),
     "compare": Scene(compared, 140, 30, contrast="batching"),
     "compare-80x24": Scene(compared, 80, 24, contrast="chunked-prefill"),
-    "replay": Scene(replayed, 140, 40, demo="preemption"),
-    "replay-light": Scene(replayed, 140, 40, "light", demo="preemption"),
     **{f"replay-{name}": Scene(at_its_fullest, 160, 48, recording=name) for name in bundled()},
     "requests": Scene(requested, 140, 40, recording="h200-8b"),
     "waterfall": Scene(waterfall, 140, 40, recording="h200-8b"),
     "prefix": Scene(broken_prefix, 120, 26, options={"kv_blocks": 36}),
-    "replicas": Scene(replicas, 120, 30, options=SCHOOL, replicas=2),
-    "replicas-80x24": Scene(replicas, 80, 24, options=SCHOOL, replicas=2),
     "help": Scene(helped, 120, 36, options=SMALL),
     "commands": Scene(commands, 120, 36, options=SMALL),
 }
