@@ -5,7 +5,7 @@ cache-cold after a long wait. A backlog is folded between frames, in slices shor
 keys. A key ends the slice, and until its effect is drawn, folding, frames and panels wait: without this, each of the
 event loop's turns from the key to its effect waited for a slice, a frame or a panel. On two busy cores, with 900 steps
 (50,000 records) per second, 44,000 blocks and 250 requests, the picture is at most 0.2 s behind the engine, and the
-effect of a key is on the screen after 15 ms (95 %: within 34 ms). `python -m minitui.dev.latency` measures keys.
+effect of a key is on the screen after 15 ms (95 %: within 34 ms).
 
 While the picture is frozen, the engine continues, and its records queue up here. Does not import Textual.
 """

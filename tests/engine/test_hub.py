@@ -18,8 +18,7 @@ from huggingface_hub import constants
 
 from engine.errors import CheckpointError
 from engine.hub.cache import cached_snapshots, snapshots_of
-from engine.hub.download import pace
-from engine.hub.resolve import resolve_model
+from engine.hub.resolve import pace, resolve_model
 from minitui import tutor
 from minitui.cli import doctor
 from tests.support.fake_hub import REVISION, FakeHub
@@ -224,11 +223,11 @@ def test_a_disk_without_room_is_told_before_any_weight_is_asked_for(
 ) -> None:
     import shutil
 
-    monkeypatch.setattr("engine.hub.download.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 5999))
+    monkeypatch.setattr("engine.hub.resolve.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 5999))
     with pytest.raises(CheckpointError, match=r"needs 0.00 GB more .*delete files"):
         resolve_model(NAME)
     assert weights_asked(hub) == []
-    monkeypatch.setattr("engine.hub.download.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 6000))
+    monkeypatch.setattr("engine.hub.resolve.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 6000))
     resolve_model(NAME)
 
 
