@@ -15,12 +15,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Protocol
 
 from engine.trace.records import CLEARED
 from engine.trace.shared_pool import new_pool
 from engine.trace.side_pool import SideGroup
-from engine.trace.state import State
 from engine.trace.views import NodeView
 from minitui.trace.foreign import REMOVED
 from minitui.vllm.blocks import Blocks, Inconsistent
@@ -29,18 +27,6 @@ from minitui.vllm.kv_messages import FULL, Event, Hash
 WORDS = {"mamba": "state", "chunked_local_attention": "chunks", "sliding_window": "window"}  # vLLM's -> ours
 UNKNOWN_GROUP = "blocks of KV cache groups that are unknown"
 NOBODY = -1
-
-
-class Tree(Protocol):
-    """The tree of cached texts (cached_tree.py)."""
-
-    state: State
-    left_out: Counter[str]
-
-    def write(self, kind: str, *fields: Any) -> None: ...
-    def block_of(self, hash: Hash) -> int | None: ...
-    def get_pages(self, n: int) -> list[int]: ...
-    def give_back(self, pages: list[int]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -55,7 +41,7 @@ class Group:
 class CachedGroups:
     """The groups of one tree. `main`: vLLM's number of the group with full attention, None as long as it is unknown."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: CachedTree) -> None:
         self._tree = tree
         self.main: int | None = None
         self.others: dict[int, Group] = {}
