@@ -96,6 +96,7 @@ def match_reason(
         words += f", {duration(again_ms)}"
     if cached == 0:
         words = words.replace("the rest", "the beginning")
+        words = words.replace("the nearest checkpoint is at {cached}", "no checkpoint is before its end")
     again = at - cached if isinstance(at, int) and cached is not None else None
     for name, value in ("at", at), ("cached", cached), ("again", again):
         words = words.replace(f"{{{name}}}", f"{value:,}" if isinstance(value, int) else "?")

@@ -13,6 +13,8 @@ from engine.gguf.header import Header
 from engine.model.config import LONGROPE
 from engine.model.families import MODEL_TYPES
 from engine.model.hf.config import MOST_LAYERS, ConfigReader
+from engine.model.hf.delta import FULL as ATTENTION
+from engine.model.hf.delta import LINEAR
 from engine.model.hf.layers import FULL, SLIDING
 
 # Key of the metadata, without the architecture -> field of config.json. A family that lacks the field refuses it.
@@ -25,6 +27,7 @@ FIELDS = {
     "leading_dense_block_count": "first_k_dense_replace", "expert_weights_scale": "routed_scaling_factor",
     "expert_group_count": "n_group", "attention.shared_kv_layers": "num_kv_shared_layers",
 }  # fmt: skip
+STATES, STEPS = "ssm.state_size", "time_step_rank"
 LOCAL_BASE = "rope.freq_base_swa"
 ROPE_FIELDS = {  # of yarn
     "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -53,6 +56,7 @@ def _config(header: Header, family: Family) -> dict[str, Any]:
         return header.get(f"{kind}.{key}", int, default)
 
     hidden, heads, layers = whole("embedding_length"), whole("attention.head_count"), whole("block_count")
+    layers -= whole("nextn_predict_layers", 0)  # of the MTP head, behind the others; it is not read
     if heads < 1 or hidden < 1 or not 0 < layers <= MOST_LAYERS:
         raise header.error(f"has {layers} layers with {heads} heads and an embedding of {hidden}: download it again")
     embedding = header.tensors.get("token_embd.weight")
@@ -83,6 +87,8 @@ def _config(header: Header, family: Family) -> dict[str, Any]:
     found |= _windows(header, kind, family, layers, found)
     if family.wide_queries:
         found["query_pre_attn_scalar"] = hidden // heads if layers == family.wide_queries else head_dim
+    if f"{kind}.{STATES}" in header.metadata:
+        found |= _delta(header, kind, layers)
     inner = whole("feed_forward_length", whole("expert_feed_forward_length", 0))
     if arch.experts:
         found |= _experts(header, kind, family, inner)
@@ -99,6 +105,21 @@ def _experts(header: Header, kind: str, family: Family, inner: int) -> dict[str,
         "num_experts_per_tok": header.get(f"{kind}.expert_used_count", int), "norm_topk_prob": True,
         own: header.get(f"{kind}.expert_feed_forward_length", int, inner),
     }  # fmt: skip
+
+
+def _delta(header: Header, kind: str, layers: int) -> dict[str, Any]:
+    """Returns the fields of the gated delta rule, whose sizes have the names of state space models."""
+    keys, values, inner = (header.get(f"{kind}.ssm.{key}", int) for key in ("group_count", STEPS, "inner_size"))
+    linear = [f"blk.{layer}.ssm_a" in header.tensors for layer in range(layers)]
+    found = {
+        "linear_num_key_heads": keys, "linear_num_value_heads": values,
+        "linear_key_head_dim": header.get(f"{kind}.{STATES}", int),
+        "linear_value_head_dim": inner // max(1, values),
+        "linear_conv_kernel_dim": header.get(f"{kind}.ssm.conv_kernel", int),
+        "layer_types": [LINEAR if each else ATTENTION for each in linear],
+    }  # fmt: skip
+    shared = header.get(f"{kind}.expert_shared_feed_forward_length", int, 0)
+    return found | ({"shared_expert_intermediate_size": shared} if shared else {})
 
 
 def _windows(header: Header, kind: str, family: Family, layers: int, found: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,13 @@ NAMES = {  # name of a module in GGUF -> name in the decoder; of a layer's modul
     "ffn_down_exps": "mlp.experts.down_proj",
 }  # fmt: skip
 SECOND_NORM = {"post_attention_norm": "post_attention_layernorm"}  # the norm before the MLP has this name in two files
+DELTA = SECOND_NORM | {
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_a": "linear_attn.A_log",
+    "ssm_conv1d": "linear_attn.conv1d", "ssm_dt": "linear_attn.dt_bias", "ssm_norm": "linear_attn.norm",
+    "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a", "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
 FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
 
@@ -48,6 +55,8 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM"),
     "qwen3": Family("Qwen3ForCausalLM"),
     "qwen3moe": Family("Qwen3MoeForCausalLM"),
+    "qwen35": Family("Qwen3_5ForCausalLM", names=DELTA),
+    "qwen35moe": Family("Qwen3_5MoeForCausalLM", names=DELTA),
     "mistral3": Family("Ministral3ForCausalLM", pairs=True),
     "granite": Family("GraniteForCausalLM", pairs=True),
     "seed_oss": Family("SeedOssForCausalLM", names=SECOND_NORM),

@@ -19,7 +19,7 @@ import numpy as np
 
 from engine.errors import CheckpointError, not_installed
 from engine.fields import shown
-from engine.gguf.config import OF_ROPE
+from engine.gguf.config import MOST_LAYERS, OF_ROPE
 from engine.gguf.families import NAMES, Family
 from engine.gguf.header import Header, Tensor
 from engine.progress import Progress
@@ -58,8 +58,10 @@ def outputs(header: Header, family: Family, config: dict[str, Any]) -> list[Outp
     found: list[Output] = []
     experts: dict[tuple[str, str, str], Tensor] = {}
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    drafts = header.get(f"{header.get('general.architecture', str)}.nextn_predict_layers", int, 0)
+    behind = tuple(f"blk.{config['num_hidden_layers'] + i}." for i in range(min(drafts, MOST_LAYERS)))
     for tensor in header.tensors.values():
-        if tensor.name in OF_ROPE:
+        if tensor.name in OF_ROPE or tensor.name.startswith(behind):
             continue
         module, leaf = _decoder_name(header, family, tensor)
         owner = module.rpartition(".")[2]
@@ -80,12 +82,56 @@ def outputs(header: Header, family: Family, config: dict[str, Any]) -> list[Outp
             if rows % (2 * heads[owner]):
                 raise header.error(f"has {rows} rows in {shown(tensor.name)}, not a multiple of its heads")
             found.append(Output(name, kind, tensor.shape, (tensor,), rows // heads[owner], _halves))
+        elif ".linear_attn." in module or owner == "shared_expert_gate":
+            found.append(_of_delta(header, config, Output(name, kind, tensor.shape, (tensor,))))
         elif family.arch.offset_norms and "norm" in owner:
             found.append(Output(name, "F32", tensor.shape, (tensor,), rows, _less_one))
         else:
             found.append(Output(name, kind, tensor.shape, (tensor,)))
     clamped = _clamped(header, experts)
     return clamped + (found if clamped else [part for output in found for part in _four_bits(output)])
+
+
+def _of_delta(header: Header, config: dict[str, Any], output: Output) -> Output:
+    """Returns a tensor of a gated delta rule, or the gate of a shared expert, as the checkpoint has it.
+
+    The converter stores -exp(A_log), drops dimensions of 1, and puts the value heads of all key heads in turns: the
+    first of each key head, then the second of each. In a checkpoint, those of a key head follow each other.
+    """
+    tensor, module = output.sources[0], output.names[0].rpartition(".")[0]
+    owner = module.rpartition(".")[2]
+    if owner == "shared_expert_gate":
+        return replace(output, shape=(1, math.prod(tensor.shape)), rows=tensor.shape[0])
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    first = 2 * keys * config["linear_key_head_dim"] if owner in ("in_proj_qkv", "conv1d") else 0
+    rows, each = tensor.shape[0], max(1, values // max(1, keys))
+
+    def in_groups(heads: np.ndarray) -> np.ndarray:
+        return heads.reshape(each, keys, -1).swapaxes(0, 1).reshape(heads.shape)
+
+    if owner == "norm":
+        return output
+    along = tensor.shape[-1] if owner == "out_proj" else rows - first
+    if along <= 0 or values < 1 or along % values or values % keys:
+        what = f"{shown(tensor.name)} of {list(tensor.shape)} numbers, for {values} heads"
+        raise header.error(f"has a tensor {what}: download it again")
+    if owner == "out_proj":
+        if tensor.type == "Q4_0" and along // values % 32:
+            raise header.error(f"has heads of {along // values} in Q4_0: use its checkpoint in safetensors")
+        turns = np.arange(values).reshape(each, keys).T.flatten()
+        return replace(output, make=lambda piece: piece.reshape(len(piece), values, -1)[:, turns].reshape(piece.shape))
+    log = owner == "A_log"
+    name, shape = output.names[0], tensor.shape
+    if log or owner == "dt_bias":
+        name = module
+    if owner == "conv1d":
+        shape = (rows, 1, *tensor.shape[1:])
+
+    def make(piece: np.ndarray) -> np.ndarray:
+        piece = np.log(-piece.astype(np.float32)) if log else piece
+        return np.concatenate((piece[:first], in_groups(piece[first:])))
+
+    return replace(output, names=(name,), kind="F32" if log else output.kind, shape=shape, rows=rows, make=make)
 
 
 def four_bits(found: list[Output]) -> dict[str, Any] | None:
@@ -159,6 +205,8 @@ def _decoder_name(header: Header, family: Family, tensor: Tensor) -> tuple[str, 
     if module.startswith("blk.") and module.count(".") == 2:
         _, number, module = module.split(".")
         layer = f"model.layers.{number}."
+    if leaf == "ssm_a":
+        module, leaf, layer = leaf, "weight", f"model.layers.{module.removeprefix('blk.')}."
     found = family.names.get(module) or NAMES.get(module)
     if found is None or leaf not in ("weight", "bias"):
         raise header.error(

@@ -57,7 +57,7 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
         return parts
     parts.append((f"{cached:,} of {total:,} prompt tokens from cache", "hit" if cached else "dim"))
     match = m.get("match") or {}
-    if reason := match_reason(str(match.get("stop") or ""), match.get("at"), cached):
+    if reason := match_reason(str(match.get("stop") or ""), match.get("at"), cached, match.get("detail") or ""):
         parts.append((reason, "dim"))
     if m.get("drafted_tokens"):
         parts.append((f"{m['accepted_tokens']:,} of {m['drafted_tokens']:,} draft tokens accepted", "dim"))

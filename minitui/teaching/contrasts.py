@@ -55,10 +55,14 @@ class Contrast:
         return self.options | setting.options
 
 
+def notes(lines: int) -> str:
+    """Returns a text of many lines, of 17 to 19 tokens each."""
+    return " ".join(f"Note {i}: block {i} holds the tokens {16 * i} to {16 * i + 15}." for i in range(lines))
+
+
 def paste(lines: int) -> str:
     """Returns a long prompt, as a user might paste it."""
-    notes = (f"Note {i}: block {i} holds the tokens {16 * i} to {16 * i + 15}." for i in range(lines))
-    return "What is the KV cache? Here are my notes. " + " ".join(notes)
+    return f"What is the KV cache? Here are my notes. {notes(lines)}"
 
 
 # ---- the work; each coroutine returns its chats

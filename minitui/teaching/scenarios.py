@@ -17,6 +17,7 @@ from engine.trace.views import CACHED, FREE, SHARED, NodeView
 from minitui.chat.conversation import Session
 from minitui.teaching.contrast_scenarios import batching, cache_on_off, chunked_prefill, speculation
 from minitui.teaching.contrasts import CONTRASTS, QUESTIONS, paste
+from minitui.teaching.hybrid import INTERVAL, OPTIONS, hybrid
 from minitui.teaching.stage import Stage
 from minitui.text import match_reason
 from minitui.viewmodel.state.eviction import EvictionOrder
@@ -300,5 +301,9 @@ DEMOS = {
     ),
     "fork": Demo("one conversation with four continuations", fork, 24, {"kv_blocks": 64}),
     "batching": _of("batching", "static and continuous batching", batching),
+    "hybrid": Demo(
+        "recurrent states: a shift of 100 tokens, and no checkpoint is in the shared text", hybrid, 4,
+        OPTIONS | {"checkpoint_interval": INTERVAL},
+    ),
     "speculation": _of("speculation", "draft tokens copied from the text, several checked in one step", speculation),
 }

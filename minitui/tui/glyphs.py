@@ -32,6 +32,8 @@ class Glyphs:
     in_use: str = _glyph("●", "*")
     evictable: str = _glyph("○", "o")
     pending: str = _glyph("◌", "?")
+    checkpoint: str = _glyph("◆", "@")  # in the tree: a recurrent state is kept after this token
+    window: str = _glyph("◇", "w")  # in the tree: the pages of a window are kept up to this token
     branch: str = _glyph("├", "|")
     last_branch: str = _glyph("└", "`")
     peak: str = _glyph("▲", "^")

@@ -189,6 +189,15 @@ CALLS = {  # tokens of a family, a reply, its content, its calls
                "[f](https://a.example) is a page about calls, and this text is longer than the head of a call.", []),
     "not JSON": ("", "[f(n=b'x')]", "[f(n=b'x')]", []),
     "a list": ("", "[1, 2]", "[1, 2]", []),
+    "Qwen3.5": (
+        "", "Well.\n\n<tool_call>\n<function=f>\n<parameter=n>\n5\n</parameter>\n<parameter=text>\ntwo\n\nlines\n"
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        "Well.", [("f", {"n": 5, "text": "two\n\nlines"}), ("now", {})],
+    ),
+    "Qwen3.5, other text": (
+        "", "<tool_call><function=f>Hm<parameter=n>5</parameter></function></tool_call>",
+        "<tool_call><function=f>Hm<parameter=n>5</parameter></function></tool_call>", [],
+    ),
 }  # fmt: skip
 
 

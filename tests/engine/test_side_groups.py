@@ -16,6 +16,7 @@ from engine.params import SamplingParams
 from engine.trace.kind import kind_of
 from engine.trace.side_pool import SideGroup
 from engine.trace.state import State
+from minitui.text import match_reason
 from minitui.trace import check
 from minitui.trace.check import Follower
 from tests.support.simulation import SimulatedRunner, alone, simulated
@@ -149,17 +150,44 @@ def test_a_reply_leaves_a_checkpoint_behind_for_the_next_turn() -> None:
     assert following.cached_tokens == (len(first.ids) - 1) // 4 * 4
 
 
-@pytest.mark.parametrize("shift", [0, 100])
-def test_a_shift_of_a_hundred_tokens_costs_no_hit(shift: int) -> None:
-    """The two workloads of vLLM's issue 45238: 64 prompts share their beginning, and each goes on with text of its own.
-    vLLM keeps one checkpoint of a prompt, near its end: whether it is in the shared text depends on the lengths."""
-    engine = make_engine(states(100), blocks=4000, size=16, budget=2048, rows=4)
+# The two workloads of vLLM's issue 45238: 64 prompts share their first tokens, and each goes on with text of its own.
+WORKLOADS = pytest.mark.parametrize(("shared", "own"), [(1600, 500), (1500, 600)])
+
+
+def workload(engine: Engine, shared: int, own: int, requests: int) -> list[Request]:
     r = random.Random(7)
-    shared = [r.randrange(40) for _ in range(3100 + shift)]
-    requests = [ask(engine, shared + [r.randrange(40) for _ in range(420)]) for _ in range(8)]
-    whole = (3100 + shift) // 16 * 16
-    assert [each.cached_tokens for each in requests] == [0, 3072, *[whole] * 6]
-    assert requests[1].match == ("state", whole, f"3,072 of {len(shared) + 420:,} tokens, cut by state")
+    beginning = [r.randrange(40) for _ in range(shared)]
+    prompts = [[*beginning, i % 40, i // 40, *(r.randrange(40) for _ in range(own - 2))] for i in range(requests)]
+    return [ask(engine, prompt) for prompt in prompts]
+
+
+@WORKLOADS
+def test_with_one_checkpoint_a_shift_of_a_hundred_tokens_is_told_to_the_token(shared: int, own: int) -> None:
+    """Blocks of 528 tokens and one checkpoint for each prompt, near its end, as in vLLM: at 1,584 in both workloads.
+
+    There, the second workload never hits. Here, the second request leaves a checkpoint where its hit in full attention
+    ended, so it is the only one that misses."""
+    engine = make_engine(states(200), blocks=600, size=528, budget=4096, rows=4, checkpoint_interval=100_000)
+    requests = workload(engine, shared, own, 64)
+    whole = shared // 528 * 528
+    if shared > 1584:
+        assert [each.cached_tokens for each in requests] == [0, *[1584] * 63]
+        assert {each.match[0] for each in requests[1:]} == {"whole"}
+        return
+    assert [each.cached_tokens for each in requests] == [0, 0, *[1056] * 62] and whole == 1056
+    stop, at, detail = requests[1].match
+    assert (stop, at, detail) == ("state", 1056, "0 of 2,100 tokens, cut by state")
+    words = match_reason(stop, at, requests[1].cached_tokens, detail)
+    assert words == "full attention has 1,056 tokens, no checkpoint is before its end: 1,056 tokens again"
+
+
+@WORKLOADS
+def test_with_the_defaults_a_shift_of_a_hundred_tokens_costs_no_hit(shared: int, own: int) -> None:
+    engine = make_engine(states(100), blocks=4000, size=16, budget=4096, rows=4)
+    requests = workload(engine, shared, own, 6)
+    whole = shared // 16 * 16
+    assert [each.cached_tokens for each in requests] == [0, 1024, *[whole] * 4]
+    assert requests[1].match == ("state", whole, "1,024 of 2,100 tokens, cut by state")
     assert requests[2].match[0] == "differs"
 
 

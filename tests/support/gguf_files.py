@@ -30,12 +30,15 @@ HELD: dict[str, dict[str, Any]] = {
                     "num_hidden_layers": 7},
     "starcoder2": {"sliding_window": None},
     "gpt_oss": {"swiglu_limit": 7.0, "layer_types": ...},
+    "qwen3_5_text": {"linear_num_key_heads": 2, "linear_num_value_heads": 6},
+    "qwen3_5_moe_text": {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
 }  # fmt: skip
 ARCHITECTURES = {
     "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
     "ministral3": "mistral3", "granite": "granite", "seed_oss": "seed_oss", "smollm3": "smollm3", "phi3": "phi3",
     "olmo2": "olmo2", "olmo3": "olmo2", "glm4": "glm4", "gemma2": "gemma2", "gemma3_text": "gemma3",
     "stablelm": "stablelm", "starcoder2": "starcoder2", "gpt_oss": "gpt-oss",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
 
 
@@ -77,7 +80,16 @@ class Converter:
         if experts:
             writer.add_expert_count(experts)
             writer.add_expert_used_count(fields["num_experts_per_tok"])
-        if self.kind in ("qwen3_moe", "gpt_oss"):
+        if "linear_num_key_heads" in fields:
+            values = fields["linear_num_value_heads"]
+            writer.add_ssm_conv_kernel(fields["linear_conv_kernel_dim"])
+            writer.add_ssm_state_size(fields["linear_key_head_dim"])
+            writer.add_ssm_group_count(fields["linear_num_key_heads"])
+            writer.add_ssm_time_step_rank(values)
+            writer.add_ssm_inner_size(values * fields["linear_value_head_dim"])
+        if self.kind == "qwen3_5_moe_text":
+            writer.add_expert_shared_feed_forward_length(fields["shared_expert_intermediate_size"])
+        if self.kind in ("qwen3_moe", "gpt_oss", "qwen3_5_moe_text"):
             writer.add_expert_feed_forward_length(fields.get("moe_intermediate_size") or fields["intermediate_size"])
         if self.kind == "granite":
             writer.add_attention_scale(fields["attention_multiplier"])
@@ -103,7 +115,7 @@ class Converter:
         share = table.get("partial_rotary_factor") or self.fields.get("partial_rotary_factor")
         if self.arch in PERMUTED:
             writer.add_rope_dimension_count(head_dim)
-        elif self.kind in ("phi3", "glm4", "stablelm"):
+        elif self.kind in ("phi3", "glm4", "stablelm", "qwen3_5_text", "qwen3_5_moe_text"):
             writer.add_rope_dimension_count(int((1.0 if share is None else share) * head_dim))
         writer.add_rope_freq_base(table["rope_theta"])
         kinds = self.gguf.RopeScalingType
@@ -142,6 +154,9 @@ class Converter:
                 continue
             if self.arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
                 tensor = tensor + 1
+            if self.arch.startswith("qwen35") and ".experts." not in name:
+                self._of_qwen35(name, tensor, kind)
+                continue
             if self.arch in PERMUTED and ("q_proj." in name or "k_proj." in name):
                 heads = self.fields["num_attention_heads" if "q_proj." in name else "num_key_value_heads"]
                 tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
@@ -157,6 +172,27 @@ class Converter:
             if self.kind == "mixtral":
                 name = name.replace("model.layers", "layers").replace("block_sparse_moe", "feed_forward")
             self._add(name, torch.stack([parts[number] for number in sorted(parts)]), kind)
+
+    def _of_qwen35(self, name: str, tensor: torch.Tensor, kind: str) -> None:
+        """The value heads in turns, one of each key head; -exp(A_log); 1 more in the other norms."""
+        keys, values = self.fields["linear_num_key_heads"], self.fields["linear_num_value_heads"]
+
+        def turns(rows: torch.Tensor) -> torch.Tensor:
+            return rows.unflatten(0, (keys, values // keys, -1)).transpose(0, 1).flatten(0, 2)
+
+        first = 2 * keys * self.fields["linear_key_head_dim"]
+        if "in_proj_qkv." in name or "conv1d" in name:
+            tensor = tensor.flatten(1)
+            tensor = torch.cat((tensor[:first], turns(tensor[first:])))
+        elif any(part in name for part in ("in_proj_z.", "in_proj_a.", "in_proj_b.", "A_log", "dt_bias")):
+            tensor = turns(tensor)
+        elif "linear_attn.out_proj." in name:
+            tensor = turns(tensor.T).T
+        elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            tensor = tensor + 1
+        if name.endswith("A_log"):
+            tensor = -tensor.exp()
+        self._add(name.replace(".dt_bias", ".dt_proj.bias"), tensor.squeeze(), kind)
 
     def _experts_of_gpt_oss(self, name: str, tensor: torch.Tensor, kind: str) -> None:
         is_bias, stem = name.endswith("_bias"), name.removesuffix("_bias")

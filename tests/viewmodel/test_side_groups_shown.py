@@ -9,11 +9,12 @@ from engine.trace.kind import kind_of
 from engine.trace.side_pool import OWN
 from minitui.tui.widgets.chat.occupancy import Occupancy, PromptOrigin, side_strips, strip_rows
 from minitui.tui.widgets.inspect.block_map import BlockMap
-from minitui.viewmodel.state.side_groups import evicted_next, eviction_words, kept_places, strips
+from minitui.tui.widgets.inspect.tree import RadixTree
+from minitui.viewmodel.state.side_groups import evicted_next, eviction_words, kept_ends, kept_places, strips
 from minitui.viewmodel.words.narrate import narrate
 from minitui.viewmodel.words.story import tell
 from minitui.viewmodel.words.summary import summary, summary_json
-from tests.support.hybrid import STATES, Hybrid
+from tests.support.hybrid import STATES, WINDOW, Hybrid
 
 SHARED = [i % 40 for i in range(40)]
 
@@ -79,6 +80,40 @@ def test_a_hit_that_was_cut_names_the_group_the_position_and_the_time() -> None:
     assert "8 tokens again" in dict(tell(view, "request", 2).lines)["prompt"]
     origin = " ".join(texts(PromptOrigin().picture(view, 60, 6).rows))
     assert "nearest checkpoint is at 32: 8 tokens again, " in " ".join(origin.split())
+
+
+def test_the_end_of_a_hit_is_told_of_a_finished_request_too() -> None:
+    """Which group cut it, and where: a window's name, too."""
+    hybrid = Hybrid(WINDOW, blocks=120)
+    text = [i % 40 for i in range(60)]
+    hybrid.ask(text)
+    for n in range(3):
+        hybrid.ask([n + 3, *range(30)])
+    hybrid.ask([*text[:30], 7, 8, 9])
+    lane = hybrid.view.history.lanes.lanes[5]
+    assert lane.stop == "window" and lane.finish_reason and not hybrid.view.history.live.state.requests
+    words = dict(tell(hybrid.view, "request", 5).lines)["prompt"]
+    assert f"the pages of window 12 serve {lane.cached_tokens}" in words
+    shown = " ".join(texts(PromptOrigin().picture(hybrid.view, 90, 6).rows))
+    assert "the pages of window 12 serve" in " ".join(shown.split())
+
+
+def test_the_tree_marks_what_each_group_holds_of_a_node() -> None:
+    hybrid = Hybrid()
+    hybrid.ask([*SHARED, 41, 42, 43, 44, 45])
+    hybrid.ask([*SHARED, 1, 2, 3, 4, 5])
+    state = hybrid.view.history.live.state
+    windows, states = state.groups
+    for node in state.nodes.values():
+        ends = kept_ends(state, node)
+        at = [end // state.block_size - 1 for end, kind in ends if kind == "state"]
+        assert at == kept_places(states, node)
+        assert {end // state.block_size - 1 for end, kind in ends if kind == "window"} <= {*kept_places(windows, node)}
+    picture = RadixTree().picture(hybrid.view, 160, 20)
+    shown = "".join(texts(picture.rows))
+    # A window that ends where a checkpoint is has the sign of the checkpoint.
+    assert shown.count("◆") == len(states.kept) > 2
+    assert "".join(text for text, _ in picture.legend).count("◆") == 1
 
 
 def test_without_a_measured_prefill_the_time_is_left_out() -> None:

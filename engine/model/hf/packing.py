@@ -141,14 +141,17 @@ def _matrices(model: ModelConfig) -> Iterator[str]:
     """Yields the names of the matrices that may be quantised; of a mixture, those of the first expert."""
     arch = ARCHITECTURES[model.architecture]
     qkv = ("qkv_proj",) if arch.fused_qkv else ("q_proj", "k_proj", "v_proj")
-    delta = ("in_proj_qkvz",) if arch.fused_delta else ("in_proj_qkv", "in_proj_z")
+    split = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    delta = ("in_proj_qkvz", "in_proj_ba") if arch.fused_delta else split
     inputs = ("gate_up_proj",) if arch.fused_gate_up else ("gate_proj", "up_proj")[not model.gated :]
     for layer in range(model.num_layers):
-        mlp = "mlp.experts.0" if model.experts is not None and model.experts.layers[layer] else "mlp"
+        experts = model.experts if model.experts is not None and model.experts.layers[layer] else None
+        shared = ("mlp.shared_expert",) if experts is not None and experts.shared_size else ()
+        mlp = ("mlp" if experts is None else "mlp.experts.0", *shared)
         first = "self_attn", (*qkv, "o_proj")
         if layer in model.state_layers:
             first = "linear_attn", (*delta, "out_proj")
-        for owner, leaves in first, (mlp, (*inputs, "down_proj")):
+        for owner, leaves in (first, *((each, (*inputs, "down_proj")) for each in mlp)):
             for leaf in leaves:
                 parts = f"model.layers.{layer}.{owner}.{leaf}".split(".")
                 yield ".".join(arch.names.get(part, part) for part in parts)

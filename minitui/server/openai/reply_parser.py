@@ -1,7 +1,8 @@
 """Parses a reply while it is written: reasoning, content and tool calls.
 
     <think>...</think>                      reasoning; Granite has its answer in <response>...</response> after it
-    <tool_call>{"name", "arguments"}</tool_call>   a call, in the format of Hermes and Qwen
+    <tool_call>{"name", "arguments"}</tool_call>   a call, in the format of Hermes and Qwen; Qwen3.5 and Qwen3-Coder
+                                            have <function=f><parameter=a>1</parameter></function> in it
     a call without markers                  if the reply's content begins with it (BareCalls)
     everything else                         content
 
@@ -28,6 +29,8 @@ RESPONSE, END_RESPONSE = "<response>", "</response>"
 KINDS: dict[str, Any] = {  # types of JSON schema other than text
     "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict, "null": type(None),
 }  # fmt: skip
+TAGGED = re.compile(r"<function=([^>\s]+)>(.*)</function>", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 BEGUN_CALL = re.compile(r'\{"name": (?P<name>"(?:[^"\\]|\\.)*")(?:, "arguments": (?P<arguments>.*))?', re.DOTALL)
 
 
@@ -152,7 +155,7 @@ class ReplyParser:
             value = json.loads(text)
             name, arguments = value["name"], value.get("arguments", value.get("parameters", {}))
         except (ValueError, TypeError, KeyError, RecursionError):
-            name, arguments = None, None
+            name, arguments = _tagged(text) or (None, None)
         if not isinstance(name, str):
             parts.content += as_written
             return
@@ -188,6 +191,14 @@ class ForcedCallParser(ReplyParser):
             if name is not None:
                 parts.calls.append(_call(name, arguments or ""))
         return parts
+
+
+def _tagged(text: str) -> Call | None:
+    """Returns a call in tags; None if the text is something else. The arguments are texts: `_typed` reads them."""
+    found = TAGGED.fullmatch(text.strip())
+    if found is None or PARAMETER.sub("", found[2]).strip():
+        return None
+    return found[1], dict(PARAMETER.findall(found[2]))
 
 
 def _types(schema: Any) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from minitui.text import match_reason, ms
+from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.bars import Bar
 from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.rows import Row, Run, fitting
+from minitui.viewmodel.explain.cut_hits import why_ended
 from minitui.viewmodel.history.lane import Lane
 from minitui.viewmodel.hit import Hit, last_hit
 from minitui.viewmodel.view import View
@@ -94,7 +95,8 @@ def rows(view: View, hit: Hit, width: int) -> list[tuple[Run, ...]]:
         row.to(1 + lead + room + 1, " ", "ink on select")
         lines.append(row.add(text, "bold ink on select" if lane is hit.lane else "ink on select"))
     blocks = hit.lane.cached_tokens // max(1, view.moment.shown.state.block_size)
-    why = match_reason(hit.lane.stop, hit.lane.stop_at, True)
+    lane = hit.lane
+    why = why_ended(view.history, lane, lane.stop, lane.stop_at, lane.cached_tokens, lane.stop_detail)
     of = f" that r{hit.lane.source} computed"
     story = fitting(
         width - right - 4, f"hit: {blocks:,} blocks of KV reused{of} · {why}", f"hit: {blocks:,} blocks reused · {why}",

@@ -79,8 +79,9 @@ class Lane:
     output_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    stop: str = ""  # why the last prefix match stopped (`stop` and `at` of the match record)
+    stop: str = ""  # why the last prefix match stopped (`stop`, `at` and `detail` of the match record)
     stop_at: int = 0
+    stop_detail: str = ""  # names the group that cut it
     source: int = -1  # the request that computed the last of its cached blocks
     ttft: tuple[float, float] | None = None  # queue and prefill, in ms
     blocks: int | None = None  # blocks that it held when it finished

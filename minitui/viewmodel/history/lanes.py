@@ -111,14 +111,14 @@ class Lanes(Reader):
                 if lane.submitted is not None:
                     lane.paused_s = max(0.0, t - lane.submitted_t - (self.now - lane.submitted))
 
-    def on_match(self, request: int, tokens: int, stop: str, at: int) -> None:
+    def on_match(self, request: int, tokens: int, stop: str, at: int, detail: str) -> None:
         lane = self.lanes.get(request)
         # As in the engine's figures, only matches before the first preemption count.
         if lane is not None and lane.preemptions:
             lane.reused += ((self.step + 1, tokens),)
         elif lane is not None:
             lane.cached_tokens = min(lane.prompt_tokens, lane.cached_tokens + tokens)
-            lane.stop, lane.stop_at = stop, at
+            lane.stop, lane.stop_at, lane.stop_detail = stop, at, detail
 
     def on_again(self, request: int, tokens: int) -> None:
         lane = self.lanes.get(request)

@@ -50,6 +50,17 @@ def kept_places(pool: SidePool, node: NodeView) -> list[int]:
     return [place for place, block in enumerate(node.blocks) if block in pool.kept]
 
 
+def kept_ends(state: State, node: NodeView) -> list[tuple[int, str]]:
+    """Returns what the side groups hold of a node: (tokens of the node up to there, "window" or "state") for each
+    checkpoint, and for the last of successive pages. Ascending."""
+    ends = []
+    for pool in state.groups:
+        places = set(kept_places(pool, node))
+        every = pool.group.kind == "state"
+        ends += [((i + 1) * state.block_size, pool.group.kind) for i in places if every or i + 1 not in places]
+    return sorted(ends)
+
+
 def kept_words(state: State, pool: SidePool, node: NodeView) -> str:
     """Returns what the tree keeps for a node: "pages for 3 of 8 blocks (tokens 64 to 111)", "2 checkpoints, after 64
     and 128 tokens", "nothing"."""

@@ -74,7 +74,7 @@ def _request(view: View, id: int) -> Story:
     if lane is not None:
         figures = Requests().of(view, lane)
         from_tree = f"{figures.cached_tokens:,} of {lane.prompt_tokens:,} tokens came from the tree"
-        stop, at, detail = (lane.stop, lane.stop_at, "") if request is None else request.match
+        stop, at, detail = (lane.stop, lane.stop_at, lane.stop_detail) if request is None else request.match
         why = why_ended(view.history, lane, stop, at, figures.cached_tokens, detail)
         story.tell("prompt", from_tree + (f"; {why}" if stop else ""))
         if figures.first_ms is not None:

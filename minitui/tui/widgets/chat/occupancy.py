@@ -43,9 +43,7 @@ class PromptOrigin(LinePanel, can_focus=False):
             words.add(f" · {waiting:,} left", "dim")
         rows = [row.done(width), words.done(width)]
         if lane.stop:
-            request = view.moment.shown.state.requests.get(lane.id)
-            detail = request.match[2] if request is not None else ""
-            why = why_ended(view.history, lane, lane.stop, lane.stop_at, cached, detail)
+            why = why_ended(view.history, lane, lane.stop, lane.stop_at, cached, lane.stop_detail)
             rows += wrapped(why, "dim", width)
         return Picture(rows[:height])
 

@@ -3,7 +3,8 @@
 A column is some tokens, the first one at the left. A node is as high as it has branches, so its area shows how much
 memory its users save. Its fill says how many requests use it; the marks inside say where the text of the system prompt,
 the user and the model begins. Behind the last node of a request are its own tokens, which are not in the tree yet. The
-nodes that have just been evicted are hatched. (Several cache groups would be several strips with one axis.)
+nodes that have just been evicted are hatched. In a model with several kinds of memory, signs in the bars say where a
+recurrent state is kept, and up to where the pages of a window are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import LIT
 from minitui.tui.widgets.base import selected
-from minitui.tui.widgets.rows import Row, Runs, clean, cut, fit, whole_words
+from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, cut, fit, whole_words
+from minitui.viewmodel.state.side_groups import kept_ends
 from minitui.viewmodel.state.tree import TreeRow
 from minitui.viewmodel.view import View
 
@@ -42,6 +44,7 @@ class Bar:
     rows: int = 1
     name: str = ""  # behind the bar
     rank: str = ""  # at the right edge
+    kept: Sequence[tuple[int, str]] = ()  # what the side groups hold of the node (kept_ends)
 
 
 @dataclass(slots=True)
@@ -87,6 +90,7 @@ def icicle(
         bar = Bar("node", node.node, begin, end, _style(view, node), f"node {node.node}" if node.name else node.text)
         if node.rank and (i + 1 == len(nodes) or nodes[i + 1].depth <= node.depth):
             bar.rank = f"evict {node.rank:,}"
+        bar.kept = kept_ends(state, state.nodes[node.node]) if state.groups else ()
         placed.add(bar, begin)
         own_tokens(node.node)
     own_tokens(0)
@@ -199,8 +203,9 @@ def _row(
         if bar.first != y or room < LEAST:
             row.add(" " * room, bar.style)
             continue
-        row.add("▏" if bar.begin else " ", bar.style)
-        _text(row, bar, room - 1, per_column, marks(bar.id, bar.begin))
+        own = Row("▏" if bar.begin else " ", bar.style)
+        _text(own, bar, room - 1, per_column, marks(bar.id, bar.begin))
+        row.extend(_marked(own.runs, bar, per_column) if bar.kept else own.runs)
     if name:
         row.add(" " + name, "bold ink")
     if rank:
@@ -227,6 +232,21 @@ def _text(row: Row, bar: Bar, room: int, per_column: float, marks: Sequence[tupl
             row.add(fit(words, piece, glyphs().dots), bar.style)
     if row.width < begin + room:
         row.add(" " * (begin + room - row.width), bar.style)
+
+
+def _marked(runs: Sequence[Run], bar: Bar, per_column: float) -> list[Run]:
+    """Returns the cells of a bar with a sign for each checkpoint and window, at the column of its last token."""
+    g, signs = glyphs(), dict[int, str]()
+    for end, kind in bar.kept:
+        column = max(0, round((bar.begin + end) / per_column) - round(bar.begin / per_column) - 1)
+        signs[column] = g.checkpoint if kind == "state" else signs.get(column, g.window)
+    found, column = Row(), 0
+    for text, style in runs:
+        for cell in text if text.isascii() or cells(text) == len(text) else [text]:
+            sign = signs.get(column) if cells(cell) == 1 else None
+            found.add(sign or cell, _strong(bar.style) if sign else style)
+            column += cells(cell)
+    return found.runs
 
 
 def _strong(style: str) -> str:

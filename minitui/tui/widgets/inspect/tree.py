@@ -134,6 +134,9 @@ node of which the running step still computes blocks. A large panel (z) also has
         if self.icicle is not None:
             key = legend((" ", "on-fill on shared", "several users"), (" ", "on-fill on active", "one"),
                          (" ", "on-fill on cached", "none: cached"), (g.filling, "active", "not in the tree yet"))
+            kinds = [pool.group.kind for pool in shown.state.groups]
+            for kind, sign, words in ("state", g.checkpoint, "checkpoint"), ("window", g.window, "window kept"):
+                key += [("  ", "dim"), *legend((sign, "ink", words))] if kind in kinds else []
         elif any(row.pending for row in visible):
             key = [*key, ("  ", "dim"), *legend((g.pending, "prefill", "being computed"))]
         note: list[Run] = []
