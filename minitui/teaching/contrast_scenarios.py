@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from functools import cache
-from statistics import median
-
 from engine.config import EngineConfig
-from engine.trace.kind import kind_of, named
 from minitui.teaching.contrasts import CONTRASTS, LENGTHS, WRITERS, Contrast, ask_again
 from minitui.teaching.figures import Figures
+from minitui.teaching.recorded_steps import recorded_device
 from minitui.teaching.stage import Stage
 from minitui.text import duration, ms
-from minitui.trace.bundled import bundled
-from minitui.trace.reader import TraceReader
 from minitui.viewmodel.compare.runs import Run
-
-GPU_RECORDING = "h200-8b"  # a bundled recording
 
 
 async def _first(stage: Stage, contrast: Contrast) -> Figures:
@@ -41,31 +33,18 @@ async def _worked(stage: Stage, contrast: Contrast) -> Figures:
     return stage.figures()
 
 
-async def _step_times(times: dict[int, float], one: str, several: str) -> str:
+def _step_times(times: dict[int, float], one: str, several: str) -> str:
     """Returns sentences on the smallest and the largest decode steps, here and on a GPU. `times`: tokens -> ms."""
     least, most = min(times), max(times)
-    model, device, there = await asyncio.to_thread(_recorded_decode_ms, GPU_RECORDING)
+    device = recorded_device()
+    model = device.models["8B"]
+    there = model.decode
     few, many = min(there), max(n for n in there if n <= most)
     return (
         f"Here, a decode step with {least} {one if least == 1 else several} took {ms(times[least])} ms, and one with "
-        f"{most} {several} took {ms(times[most])} ms. In the recording of {model} on an {device}: {ms(there[few])} ms "
+        f"{most} {several} took {ms(times[most])} ms. {model.name} on an {device.name}: {ms(there[few])} ms "
         f"with {few}, {ms(there[many])} ms with {many}."
     )
-
-
-@cache
-def _recorded_decode_ms(name: str) -> tuple[str, str, dict[int, float]]:
-    """Returns the model and the device of a bundled recording, and {rows: median ms} of its decode steps."""
-    reader = TraceReader(bundled()[name])
-    rows: dict[int, int] = {}  # step -> rows
-    times: dict[int, list[float]] = {}
-    for record in reader.records():
-        kind = kind_of(record)
-        if kind == "step" and not (found := named(record)).prefills:
-            rows[found.step] = found.tokens
-        elif kind == "time" and (found := named(record)).step in rows:
-            times.setdefault(rows[found.step], []).append(found.wall_ms)
-    return reader.info.model, reader.info.device, {n: median(some) for n, some in times.items()}
 
 
 # ---- cache
@@ -161,7 +140,7 @@ async def batching(stage: Stage) -> None:
         (name, run.steps, f"{run.steps} steps, {duration(time)}")
         for name, run, time in zip(("static", "continuous"), (static, continuous), times, strict=True)
     ]
-    step_times = await _step_times(static.decode_step_ms, "row", "rows")
+    step_times = _step_times(static.decode_step_ms, "row", "rows")
     less = times[1] * static.steps > times[0] * continuous.steps
     stage.say(
         f"The same {sum(LENGTHS)} tokens in the same four rows:\n{stage.bars(rows)}\n{step_times} "
@@ -220,7 +199,7 @@ async def speculation(stage: Stage) -> None:
         ("one by one", without.steps, f"{without.steps} steps, {duration(without.decode_ms)}"),
         ("with drafts", drafting.steps, f"{drafting.steps} steps, {duration(drafting.decode_ms)}"),
     ]
-    times = await _step_times(without.decode_step_ms | drafting.decode_step_ms, "token", "tokens")
+    times = _step_times(without.decode_step_ms | drafting.decode_step_ms, "token", "tokens")
     right = 2 if drafting.steps < without.steps // 4 else 1 if drafting.steps < without.steps else 0
     stage.say(
         f"{stage.verdict(right)}The same {tokens} tokens of the second reply:\n{stage.bars(rows)}\n"

@@ -60,7 +60,8 @@ class RecordedDevice:
 
     name: str  # such as "H200"
     read_bytes_per_s: float
-    operations_per_s: float
+    operations_per_s: float  # over a second, in which power limits them: as README has it, of another such card
+    burst_operations_per_s: float
     launch_us: float  # of one small kernel of PyTorch, by the host
     models: dict[str, RecordedModel]
 
@@ -76,7 +77,10 @@ def recorded_device() -> RecordedDevice:
     report = json.loads(FILE.read_text(encoding="utf-8"))
     models = {found["model"].rpartition("-")[2]: _model(found) for found in report["models"]}
     name = report["device"].rpartition(" ")[2]
-    return RecordedDevice(name, report["read_bytes_per_s"], report["operations_per_s"], report["launch_us"], models)
+    return RecordedDevice(
+        name, report["read_bytes_per_s"], report["operations_per_s"],
+        report["burst_operations_per_s"], report["launch_us"], models,
+    )
 
 
 def _model(found: dict[str, Any]) -> RecordedModel:

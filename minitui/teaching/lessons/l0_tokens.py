@@ -174,26 +174,26 @@ LESSON = Lesson(
             "Text becomes tokens",
             """
             A model computes with numbers. A tokenizer cuts a text into pieces, the tokens. Each has a number, the token
-            id. All tokens of a model are its vocabulary. (If the top line says PAUSED: the model is not needed yet.)
+            id. All tokens of a model are its vocabulary. (The top line may say PAUSED: the model is not needed yet.)
 
             This tokenizer first cuts a text into words, numbers and signs. A space before a word belongs to the word.
-            Each part is cut into bytes: a letter has one or more. Last, merge rules join neighbours. The rules have an
-            order: the first rule that fits two neighbours joins them, again and again, until none fits. Each rule joins
-            a pair that was frequent in certain texts.
+            Each part is cut into bytes: a letter has one or more. Last, merge rules join neighbours, in an order: the
+            first rule that fits two neighbours joins them, again and again, until none fits. Frequent pairs of certain
+            texts, about inference engines, became rules.
             """,
             panel="pieces",
             code="minitui.teaching.merges:merges",
             run=cut_up,
             type_in=TYPE,
             predict=Prediction(
-                "“prefill” was frequent there, “Anna” was not. How are they cut?",
+                "How are “prefill” and “Anna” cut?",
                 (
                     "each is one token", "prefill is one token, Anna has several",
                     "Anna is one token, prefill has several",
                 ),
                 (
-                    "Anna would have been frequent in those texts. But the texts are about inference engines. (Page 3 "
-                    "says what they are, and page 7 what prefill is.)",
+                    "Anna would have been frequent in those texts, as prefill was. (Page 3 says what an inference "
+                    "engine is, and page 7 what prefill is.)",
                     "",
                     "a short word would need fewer tokens than a long one. But what counts is how frequent its pairs "
                     "were in those texts.",
@@ -208,8 +208,7 @@ LESSON = Lesson(
 
             A model consists mainly of layers. A layer has many fixed numbers, the weights. Each token id selects a list
             of numbers. These lists go into the first layer. The result of a layer goes into the next layer. A forward
-            pass computes each layer once. No forward pass here is random. Yet two replies to the same question can have
-            different first tokens. Page 3 explains why.
+            pass computes each layer once. The experiment runs one forward pass over a whole question.
             """,
             panel="pieces",
             code="engine.model.decoder:Decoder.forward",
@@ -323,6 +322,7 @@ LESSON = Lesson(
               row        the place of one request in the batch
               host       the CPU, which plans the steps
               device     the processor that runs the forward passes: a GPU, or the same CPU
+              latency    how long one user waits: for the first token (TTFT), between tokens
             """,
             code="engine.core.request:Request",
         ),

@@ -170,7 +170,7 @@ LESSON = Lesson(
               time of all kernels, ms {_tenths(SMALL_MODEL.kernels[1][1]):>10} {_tenths(LARGE_MODEL.kernels[1][1]):>9}
               microseconds a launch   {LAUNCH_US:>10.1f} {LARGE_LAUNCH_US:>9.1f}
 
-            With graphs, a step of {SMALL_MODEL.name} was {gain(SMALL_MODEL):.2f} times as fast. With faster
+            With graphs, a step of {SMALL_MODEL.name} was {_tenths(gain(SMALL_MODEL))} times as fast. With faster
             launches, this factor would be smaller. The picture shows steps of {LARGE_MODEL.name}.
             """,
             panel="gpu",
@@ -197,8 +197,7 @@ LESSON = Lesson(
             of the device.
 
             The recording has steps of {SMALL_MODEL.name} with graphs and one row. Without overlap, a step took
-            {ms(OVERLAP_MS[2])} ms. In at least {ms(OVERLAP_MS[2] - OVERLAP_MS[1])} ms of this time, the device had no
-            work.
+            {ms(OVERLAP_MS[2])} ms.
             """,
             panel="gpu",
             code="engine.core.engine:Engine.step",
@@ -218,10 +217,9 @@ LESSON = Lesson(
         Page(
             "A ladder of sizes",
             """
-            A graph is captured for a fixed number of requests, and a replay always computes this number. Each replay
-            reads the weights. But a batch may have any number of requests. A graph for each number would need much time
-            and memory. So this engine captures graphs for a ladder of sizes: 1, 2, 4, 8, then multiples of 16 up to
-            128, then multiples of 32.
+            A graph is captured for a fixed number of requests. But a batch may have any number of requests. A graph for
+            each number would need much time and memory. So this engine captures graphs for a ladder of sizes: 1, 2, 4,
+            8, then multiples of 16 up to 128, then multiples of 32.
             """,
             panel="step",
             code="engine.worker.graphs.cuda_graphs:ladder",

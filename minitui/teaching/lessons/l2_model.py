@@ -13,6 +13,7 @@ from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.lessons.side_by_side import side_by_side
 from minitui.teaching.lessons.step_costs import (
     GPU,
+    LOOKED_UP,
     MANY,
     MODEL,
     MODEL_READS,
@@ -196,10 +197,11 @@ LESSON = Lesson(
             matrix, once. Attention also reads the keys and values of all earlier tokens. With short
             texts, these are few.
 
-            The {GPU.name} is a GPU. In our measurement, it read {GPU.read_bytes_per_s / 1e12:.1f} TB in a
-            second from its memory. {MODEL.name} (8B: about 8 billion weights) has {LAYERS} layers. Each
-            weight has 2 bytes. The embedding table is not the last matrix here, and a token needs only one line of it.
-            So a token needs {MODEL_READS / 1e9:.1f} GB of weights.
+            The {GPU.name} is a GPU. `minitui bench` measured the bandwidth of its memory: it read
+            {GPU.read_bytes_per_s / 1e12:.1f} TB in a second. {MODEL.name} has {LAYERS} layers and, with 2 bytes a
+            weight, {MODEL.weights_gb:.1f} GB. A token needs only one line of the embedding table
+            ({LOOKED_UP * 2 / 1e9:.1f} GB), which is not the last matrix here: so it needs {MODEL_READS / 1e9:.1f} GB of
+            weights.
             In the panel, p50 is the median time. Of 100 steps, 99 are not longer than p99.
             """,
             panel="timings",
@@ -218,12 +220,12 @@ LESSON = Lesson(
         Page(
             "A decode step of many rows",
             f"""
-            A decode step computes one token for each row. It reads the weights once for all rows. It also reads the
-            keys and values of each row's own text: {MODEL.kv_bytes_per_token / 1e6:.2f} MB for each token of the text.
+            A decode step computes one token for each row. It reads the weights once for all rows, and the keys and
+            values of each row's own text: {MODEL.kv_bytes_per_token / 1e6:.2f} MB for each token of the text.
 
-            Each row needs two operations for each weight: a product and a sum. A weight in bfloat16 (bf16) has 2 bytes.
-            In our measurement, the {GPU.name} computed {GPU.operations_per_byte:.0f} such operations in the time of
-            reading one byte ({GPU.operations_per_s / 1e12:.0f} trillion in a second).
+            Each row needs two operations for each weight: a product and a sum. A weight in bfloat16 has 2 bytes.
+            `minitui bench` measured {GPU.operations_per_s / 1e12:.0f} trillion operations in a second (in a short burst
+            {GPU.burst_operations_per_s / 1e12:.0f}): {GPU.operations_per_byte:.0f} in the time of reading one byte.
 
             The experiment measures {ROWS[0]} to {ROWS[-1]} rows here. The panel also has the {GPU.name}. Both scales
             are logarithmic: equal distances, equal factors.
@@ -249,13 +251,13 @@ LESSON = Lesson(
 
               {costs_table(" " * 14)}
 
-            A device can read and compute at the same time. So at best, a step takes as long as the longer of the two:
-            the roofline. Each row needs one operation for each byte of weights. So on the {GPU.name}, reading the
-            weights takes longer than arithmetic up to about {GPU.operations_per_byte:.0f} rows. Keys and values add to
-            the reading.
+            At best, a device reads and computes at the same time, and a step takes as long as the longer of the two:
+            the roofline. Each row needs one operation for each byte of weights. So up to about
+            {GPU.operations_per_byte:.0f} rows, it is memory-bound, then compute-bound.
 
-            Measured steps take longer than that. One reason: a step runs many programs (kernels) one after the other.
-            While one only reads, the device's arithmetic has nothing to do. Within a kernel, both overlap in part.
+            Measured steps take longer. One reason: a step runs many programs (kernels) one after the other, and many
+            only read or only compute. One row has faster kernels of its own. Why {ROWS[-1]} rows take so much longer
+            was not measured.
             """,
         ),
         Page(

@@ -101,18 +101,17 @@ async def cost(stage: Stage) -> Seen:
 
 
 async def two_endings(stage: Stage) -> Seen:
-    """Ends two chats that share a system prompt, one after the other. The answer: what the last block of the first chat
-    is when this chat has ended, 0: cached, 1: active, 2: free."""
+    """Ends two chats that share a system prompt, one after the other. The answer: what the first block of the system
+    prompt is when the first chat has ended, 0: cached, 1: active, 2: shared."""
     first = await stage.write("What is the KV cache?", 8, 3, seconds=0.3)
     await stage.write("What is a block table?", 14, 4, seconds=0.3)
-    block, end = stage.request(first).table[0], stage.request(first).table[-1]
+    block = stage.request(first).table[0]
     names = ("both chats run", "the first has ended", "both have ended")
-    rows, states, ends = [], [], []
+    rows, states = [], []
     for name in names:
         counts = stage.state().counts
         rows.append(f"   {name:<22}" + "".join(f"{counts[state]:>8}" for state in STATES))
         states.append(int(stage.view.history.live.codes[block]))
-        ends.append(int(stage.view.history.live.codes[end]))
         if name != names[-1]:
             await stage.pause(3)
             await stage.run_until("finish")
@@ -122,7 +121,7 @@ async def two_endings(stage: Stage) -> Seen:
         "\n".join([head, *rows]) + f"\nThe blocks of the system prompt were {was}. When a chat ended, full blocks that "
         "no other chat held became cached: a later prompt may begin with the same tokens. The two last blocks were not "
         "full: they became free. (vLLM counts cached blocks as free, too.)",
-        (CACHED, ACTIVE, FREE).index(ends[1]),
+        (CACHED, ACTIVE, SHARED).index(states[1]),
     )
 
 
@@ -206,8 +205,8 @@ LESSON = Lesson(
               bytes per token = 2 x layers x KV heads x head size x bytes per number
 
             The 2 is for key and value; queries are not stored. For Qwen3-8B in 16 bits: 2 x 36 x 8 x 128 x 2 = 147,456
-            bytes. A chat of 8,192 tokens needs 1.2 GB. If 8 GB are left beside the weights, six such chats fit. So
-            memory can limit the number of running requests.
+            bytes, and a block of 16 tokens has 2.36 MB. A chat of 8,192 tokens needs 1.2 GB. If 8 GB are left beside
+            the weights, six such chats fit. So memory can limit the number of running requests.
             """,
             code="engine.model.config:ModelConfig.kv_bytes_per_token",
             run=cost,
@@ -264,13 +263,14 @@ LESSON = Lesson(
             panel="map",
             run=two_endings,
             predict=Prediction(
-                "Two chats with the same system prompt get replies. The first reply ends, and its last block is not "
-                "full. Now this block is …",
-                ("cached", "active", "free"),
+                "Two chats with the same system prompt get replies. The first reply ends. Now the blocks of the system "
+                "prompt are …",
+                ("cached", "active", "shared"),
                 (
-                    "the block would be in the tree. But the tree is an index of full blocks.",
-                    "a request would still hold the block. But a request releases its blocks when it ends.",
+                    "no request would hold the blocks any more. But the second chat still does.",
                     "",
+                    "several requests would hold the blocks. But a request releases its blocks when it ends, and one "
+                    "is left.",
                 ),
             ),
         ),
@@ -286,7 +286,8 @@ LESSON = Lesson(
 
             If no block is free, cached blocks are evicted, the least recently used first. The price of starting without
             a reservation: the running requests together may need more blocks than the pool has. Then one of them has to
-            release its blocks and to wait.
+            release its blocks and to wait: it is preempted. This engine and vLLM compute what is lost again. To copy
+            the blocks to the host's memory and back instead is called swapping.
             """,
             code="engine.core.scheduler:Scheduler._admissible",
         ),

@@ -61,7 +61,7 @@ async def after_a_hit(stage: Stage) -> Seen:
         f"cached. So the first query of the step was query {start}: it saw keys 0 to {start}. The last query was query "
         f"{start + n - 1}: it saw keys 0 to {start + n - 1}. Query i sees keys 0 to i. In the panel, the triangle has "
         "become a rectangle with a slanted end.",
-        1,
+        0 if not start else 1 if n > 1 else 2,
     )
 
 
@@ -145,14 +145,13 @@ LESSON = Lesson(
             code="engine.attention.base:ForwardMeta",
             run=after_a_hit,
             predict=Prediction(
-                f"A prompt has {PROMPT} tokens, and the first {CACHED} are cached. Which keys does the first query "
-                "of the step see?",
-                ("key 0", f"keys 0 to {CACHED}", f"keys 0 to {PROMPT - 1}"),
+                f"A prompt has {PROMPT} tokens, and the first {CACHED} are cached. Which shape do the marks of this "
+                "step have?",
+                ("a smaller triangle", "a rectangle with a slanted end", "a rectangle"),
                 (
-                    f"the first query would be query 0. But the first {CACHED} tokens are cached, so the first query "
-                    f"of the step is query {CACHED}.",
+                    f"the first query would see one key. But it is query {CACHED}, and sees the cached keys, too.",
                     "",
-                    "a token would see later tokens. But attention is causal.",
+                    "the first query would see later tokens. But attention is causal.",
                 ),
             ),
         ),

@@ -272,8 +272,8 @@ LESSON = Lesson(
             token with the largest sum. On average, a token with a probability of 30 % has the largest sum in 30 % of
             the draws.
 
-            Equal requests with the same seed usually get the same reply. The noise depends on seed, position in the
-            whole text, and token id.
+            Equal requests with the same seed usually get the same reply. The noise depends on seed, position and token
+            id.
 
             A request with seed {SEED} runs alone, and then beside other requests. A third request has the first {GIVEN}
             tokens of the reply at the end of its prompt.

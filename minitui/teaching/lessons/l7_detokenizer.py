@@ -67,7 +67,8 @@ async def held_back(stage: Stage) -> Seen:
         "The text that came with each token:\n\n" + "\n".join(lines) + "\n\n"
         f"“{word}” could be the beginning of “{STOPS[0]}”, so this text was held back until the next token. (The space "
         f"was sent at once: “{STOPS[0]}” does not begin with a space.) “{STOPS[1]}” did occur: the reply ended, and no "
-        "part of the stop string was sent.",
+        "part of the stop string was sent. So this engine emits a text as soon as it cannot be a part of a stop "
+        "string. vLLM holds back as many characters as the stop string has, without one, until the end of the reply.",
         0 if word in got[at] else 1 if word + PAIR[1] in got[at + 1] else 2,
     )
 
@@ -149,8 +150,7 @@ LESSON = Lesson(
             f"""
             A request may have stop strings. When a stop string occurs in the reply, the reply ends. By default, the
             client gets no part of the stop string. A stop string can begin in the middle of one token and end in the
-            middle of another. This engine emits a text as soon as the text cannot be a part of a stop string. (For a
-            stop string of 9 characters, vLLM always holds back the newest 8 characters.)
+            middle of another.
 
             A reply has the tokens “{PAIR[0]}” and “{PAIR[1]}”, one after the other. The stop string is “{STOPS[0]}”.
             """,

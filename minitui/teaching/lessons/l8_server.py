@@ -150,8 +150,8 @@ LESSON = Lesson(
         Page(
             "How many rows?",
             f"""
-            Two figures describe the speed for one user: the time to the first token, with the wait in the queue and the
-            prefill, and the time per token after it.
+            Two latencies describe the speed for one user: the time to first token (TTFT), with the wait in the queue
+            and the prefill, and the time per token after it. Throughput is the tokens of all users in a second.
 
             With more rows, fewer requests wait in the queue. But a step then computes tokens of more requests, so it
             usually takes longer, and so does each token. How much longer depends on the device: in L2 Model and

@@ -120,9 +120,8 @@ LESSON = Lesson(
             Six prompts arrive together, and the cache is empty. They have {PROMPTS} tokens in all, and the same first
             {SYSTEM} tokens. One step computes all six.
 
-            The scheduler plans one prompt after the other, and knows all their tokens. In the step, each layer first
-            stores the keys and values of all tokens (L4 Paged attention). This engine shares what it can. In the
-            panel, “users” counts requests that hold a node: at the end, none. “evict #” is the order of eviction.
+            The scheduler plans one prompt after the other. In the panel, “users” counts requests that hold a node: at
+            the end, none. “evict #” is the order of eviction.
             """,
             panel="tree",
             code="engine.core.cache:KVCache.publish_planned",
