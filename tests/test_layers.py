@@ -42,7 +42,7 @@ MINITUI_LEVELS = (
     ("sources", "server"),
     ("chat", "viewmodel", "web", "vllm"),
     ("teaching", "whatif"),
-    ("prefix",),
+    ("prefix", "exercises"),
     ("tui",),
     ("export",),
     ("bench",),

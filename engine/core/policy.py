@@ -1,15 +1,21 @@
-"""The policies that sort the queue: "priority", and "longest-prefix" (the longest cached prefix first).
+"""The decisions of the scheduler: the order of the queue, the length of a chunk, and which request is preempted.
 
-SGLang (Zheng et al. 2024) uses longest-prefix. This engine also limits how often a request may be overtaken. It
-helps when many requests share long prefixes and the pool is small: with 400 questions about 24 texts and a pool for
-five texts, the mean time to first token fell from 3.6 s to 0.5 s (engine/kernels/MEASURED.md).
+Each is a function or an object of its own; engine/core/scheduler.py calls it. (Which text is evicted is decided in
+engine/trace/eviction.py; which token is drawn, in engine/worker/sampler.py.)
+
+The policies that sort the queue are "priority" and "longest-prefix" (the longest cached prefix first). SGLang (Zheng et
+al. 2024) uses longest-prefix. This engine also limits how often a request may be overtaken. It helps when many requests
+share long prefixes and the pool is small: with 400 questions about 24 texts and a pool for five texts, the mean time to
+first token fell from 3.6 s to 0.5 s (engine/kernels/MEASURED.md).
 """
 
 from __future__ import annotations
 
 from bisect import bisect, bisect_left
 from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import Protocol
 
 from engine.core.cache import KVCache
 from engine.core.node import block_key
@@ -19,6 +25,16 @@ from engine.trace.records import RecordLog
 CANDIDATES = 64  # number of requests at the head of the queue that are sorted in each step
 HASHED_BLOCKS = 2048  # the most prompt blocks that are hashed in one step
 OVERTAKES = 64  # how many younger requests may overtake an older one
+
+
+class QueueOrder(Protocol):
+    """Sorts the queue before each admission."""
+
+    def sort(self, waiting: deque[Request]) -> None:
+        """Sort the queue, and record a new order: the ids at its head."""
+
+    def count_overtaken(self, waiting: deque[Request], admitted: list[Request]) -> None:
+        """Note which requests this step has admitted, and which still wait."""
 
 
 class LongestPrefix:
@@ -107,4 +123,22 @@ class Priority:
 
 
 # policy -> the class that sorts the queue; other policies do not sort it
-ORDERS: dict[str, type[LongestPrefix | Priority]] = {"longest-prefix": LongestPrefix, "priority": Priority}
+ORDERS: dict[str, Callable[[KVCache, RecordLog], QueueOrder]] = {"longest-prefix": LongestPrefix, "priority": Priority}
+
+Chunking = Callable[[Request, int, int], int]
+"""(request, tokens left of its prompt, tokens left of the step's budget) -> tokens that the step computes."""
+
+# chunked prefill on or off; off: a prompt is computed in one step, even above the budget
+CHUNKS: dict[bool, Chunking] = {
+    True: lambda request, left, budget: min(left, budget),
+    False: lambda request, left, budget: left,
+}
+
+
+Victim = Callable[[Sequence[Request], Request], Request]
+"""(running requests in the order of admission, the one that needs a block) -> the one that is preempted."""
+
+
+def youngest(running: Sequence[Request], request: Request) -> Request:
+    """Returns the request that was admitted last. The oldest always goes on, so one request after the other ends."""
+    return running[-1]

@@ -41,6 +41,7 @@ class RadixTree:
         self.allocator = allocator
         self.log = log
         self._age = policy.age
+        self.next_leaf = self._next_by_age  # what `evict` asks for each leaf; others may replace it
         self.root = Node(0, None, [], [], 0, 0)
         self.nodes: dict[int, Node] = {0: self.root}
         self.step = -1  # the step that is being planned; it is remembered with each eviction
@@ -203,11 +204,7 @@ class RadixTree:
         If a leaf has more blocks than are still needed, only its last blocks are evicted.
         """
         freed = 0
-        while freed < n and self._next:
-            age, node_id = heapq.heappop(self._next)
-            node = self.nodes.get(node_id)
-            if node is None or not node.evictable or self._age(node) != age:
-                continue  # a stale entry: the node was used again or removed
+        while freed < n and (node := self.next_leaf()) is not None:
             take = min(n - freed, len(node.blocks))
             keep = len(node.blocks) - take
             self.evicted.add(node.hashes[keep:], self.step)
@@ -219,6 +216,15 @@ class RadixTree:
                 self._merge(node.parent)
             freed += take
         return freed
+
+    def _next_by_age(self) -> Node | None:
+        """Returns the leaf that is evicted next, and removes it from the heap. None if every node is in use."""
+        while self._next:
+            age, node_id = heapq.heappop(self._next)
+            node = self.nodes.get(node_id)
+            if node is not None and node.evictable and self._age(node) == age:
+                return node
+        return None  # all entries were stale: their nodes were used again or removed
 
     def drop(self, node: Node, reason: str) -> None:
         """Evict a whole leaf."""

@@ -24,7 +24,7 @@ from engine.config import POLICIES
 from engine.core.cache import KVCache
 from engine.core.node import Match
 from engine.core.plan_writer import Entry, PlanWriter
-from engine.core.policy import ORDERS
+from engine.core.policy import CHUNKS, ORDERS, QueueOrder, Victim, youngest
 from engine.core.request import Request, RequestState
 from engine.core.speculation import PromptLookup
 from engine.core.step import Scheduled
@@ -49,7 +49,11 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Owns the queue, the running requests and the rows; the cache owns the blocks."""
+    """Owns the queue, the running requests and the rows; the cache owns the blocks.
+
+    `order`, `chunk` and `victim` are the decisions of policy.py; others may replace them before the first request. The
+    tree has a fourth one, `next_leaf`.
+    """
 
     def __init__(self, config: SchedulerConfig, cache: KVCache, log: RecordLog) -> None:
         if config.policy not in POLICIES:
@@ -68,7 +72,9 @@ class Scheduler:
         self._writer = PlanWriter(cache, log)
         self._watermark = int(config.watermark * cache.allocator.total)
         self.lookup = PromptLookup(config.speculative_tokens) if config.speculative_tokens else None
-        self._order = ORDERS[config.policy](cache, log) if config.policy in ORDERS else None
+        self.order: QueueOrder | None = ORDERS[config.policy](cache, log) if config.policy in ORDERS else None
+        self.chunk = CHUNKS[config.chunked_prefill]
+        self.victim: Victim = youngest
 
     # ---- the queue
 
@@ -180,9 +186,8 @@ class Scheduler:
 
     def _plan_decodes(self, entries: list[Entry]) -> bool:
         """Plan one token for each decoding request, the oldest first. Returns True if a request was preempted."""
-        preempted = False
-        size, budget = self.cache.block_size, self.config.max_num_batched_tokens
-        for request in self.running:  # preemption removes requests only from the end of this list
+        size, budget, running = self.cache.block_size, self.config.max_num_batched_tokens, len(self.running)
+        for request in tuple(self.running):  # a preempted request is not `decoding` any more
             start = request.planned  # the position of its last token, which may still be in flight
             if not request.decoding or start + 1 >= request.max_total:
                 continue  # the prefill is not finished, or the token in flight is the last
@@ -192,17 +197,26 @@ class Scheduler:
                 continue  # its length is not known before the commit
             if len(entries) >= budget:
                 break
-            if start >= len(request.table) * size:
-                while not self.cache.grow(request, start + 1, start):
-                    preempted = True
-                    # The youngest request is the last in this loop, so it has no entry yet.
-                    victim = self.running[-1]
-                    self._preempt(victim, f"r{request.id} needs a block and all {self.cache.allocator.total} are held")
-                    if victim is request:
-                        return True
+            if start >= len(request.table) * size and not self._make_room(request, start, entries):
+                continue
             entries.append((request, start, 1))
             request.planned = start + 1
-        return preempted
+        return len(self.running) < running
+
+    def _make_room(self, request: Request, start: int, entries: list[Entry]) -> bool:
+        """Give a request the block of its token `start`, and preempt others for it. Returns False if it was preempted
+        itself."""
+        while not self.cache.grow(request, start + 1, start):
+            victim = self.victim(self.running, request)
+            for entry in entries:
+                if entry[0] is victim:  # not the youngest: this step has planned its token already
+                    entries.remove(entry)
+                    victim.planned = entry[1]
+                    break
+            self._preempt(victim, f"r{request.id} needs a block and all {self.cache.allocator.total} are held")
+            if victim is request:
+                return False
+        return True
 
     def _plan_drafts(self, entries: list[Entry], num_decoding: int, budget: int) -> dict[int, list[int]]:
         """Make drafts for decoding requests, the oldest first; return the draft tokens by request id.
@@ -245,7 +259,7 @@ class Scheduler:
         number of tokens."""
         self._take(request, match)
         left = len(request.ids) - request.planned
-        n = min(left, budget) if self.config.chunked_prefill else left
+        n = self.chunk(request, left, budget)
         while n > 0 and not self.cache.grow(request, request.planned + n, request.planned):
             n = min(n - 1, self.cache.room(request) - request.planned)
         if n <= 0:
@@ -275,7 +289,7 @@ class Scheduler:
         """Admit requests from the queue while budget, rows and blocks are left; return the rest of the budget."""
         if self.config.policy == "static" and self.running:
             return budget
-        order = self._order if budget > 0 and self._rows else None
+        order = self.order if budget > 0 and self._rows else None
         if order is not None:
             order.sort(self.waiting)
         while self.waiting:

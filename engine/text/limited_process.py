@@ -1,4 +1,5 @@
-"""Runs a task in a separate process with limits of time and memory: chat templates, and the compilation of grammars.
+"""Runs a task in a separate process with limits of time and memory: chat templates, the compilation of grammars, and
+what students write (minitui/exercises).
 
 A task may be a program from elsewhere, and no check in Python can interrupt a long call into C or Rust. So the process
 is killed when it exceeds a limit, and the next request starts it again. It also ends when its parent ends.
@@ -46,10 +47,10 @@ class LimitedProcess:
     def __init__(self, script: str, task: str, setup: Callable[[], bytes], limits: Limits) -> None:
         """The process is not started yet.
 
-        `script`: the name of its file in this directory. `task`: what it does, for errors: "renders chat templates".
-        `setup`: returns what the process receives before its first request.
+        `script`: the name of its file in this directory, or a whole path. `task`: what it does, for errors: "renders
+        chat templates". `setup`: returns what the process receives before its first request.
         """
-        self._script, self._task, self._setup, self._limits = Path(__file__).with_name(script), task, setup, limits
+        self._script, self._task, self._setup, self._limits = Path(__file__).parent / script, task, setup, limits
         self._turn = threading.Lock()
         self._starting = threading.Lock()
         self._process: _Process | None = None
@@ -95,7 +96,9 @@ class LimitedProcess:
                     limit = self._limits.cpu_seconds
                     kind = f"{limit:g} seconds of processor time" if limit else f"{self._limits.seconds:g} seconds"
                     raise LimitExceeded(f"did not end within {kind}") from None
-                raise LimitExceeded("ended its process, probably because memory ran out") from None
+                code = None if process is None else process.status
+                why = f"exit code {code}" if code is not None and code > 0 else "probably because memory ran out"
+                raise LimitExceeded(f"ended its process ({why})") from None
 
     def _running(self) -> _Process:
         with self._starting:
@@ -151,15 +154,11 @@ class _Process:
         try:
             self._receive()
         except TimeoutError:
-            raise EngineError(
-                f"the process that {self._task} did not start within {START_SECONDS:g} seconds"
-            ) from None
+            raise EngineError(f"the process that {self._task} did not start within {START_SECONDS:g} seconds") from None
         except EOFError:
             if not self.end.alive:  # this process has ended the child
                 raise
-            raise EngineError(
-                f"the process that {self._task} did not start (exit code {self._child.wait()})"
-            ) from None
+            raise EngineError(f"the process that {self._task} did not start (exit code {self._child.wait()})") from None
         self._send(setup())
         self._prepared = True
 
@@ -196,7 +195,9 @@ class _Process:
 def _kill(child: subprocess.Popen[bytes], connection: socket.socket, lifeline: int) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)  # wakes a waiting thread
-    child.kill()
+    if child.returncode is None:  # not waited for yet: the number is still its own
+        with contextlib.suppress(OSError):
+            os.killpg(child.pid, signal.SIGKILL)  # with what it has started: it leads a group of its own
     child.wait()
     connection.close()
     os.close(lifeline)

@@ -20,6 +20,7 @@ from minitui.cli.chat import chat
 from minitui.cli.chats import chats
 from minitui.cli.compare import compare
 from minitui.cli.doctor import doctor
+from minitui.cli.exercise import exercise
 from minitui.cli.inspect import inspect
 from minitui.cli.lecture import lecture
 from minitui.cli.models import models
@@ -58,11 +59,14 @@ that shows all of it live.
   minitui demo shared-prefix            watch four chats share a system prompt
   minitui compare batching              two settings side by side on one clock
   minitui class                         a lecture of 50 minutes, from a run sheet
+  minitui exercise evict                write a decision of the scheduler yourself
   minitui serve                         serve over HTTP, with OpenAI's and Anthropic's endpoints
   minitui doctor                        list what this machine can run
   minitui models                        list the models in the local cache""",
 )
-for command in (chat, inspect, ask, chats, demo, lesson, compare, replay, advise, tail, proxy, doctor, models, verify):
+for command in (
+    chat, inspect, ask, chats, demo, lesson, exercise, compare, replay, advise, tail, proxy, doctor, models, verify,
+):  # fmt: skip
     app.command()(command)
 app.command("class")(lecture)
 app.command(cls=ServeCommand)(serve)

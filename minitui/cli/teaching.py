@@ -130,6 +130,7 @@ def lesson(
                 for one in LESSONS]  # fmt: skip
         print(_columns(rows))
         print("\nOpen a lesson with its number: `minitui lesson 0` is the first.\nKey L in a lesson shows the others.")
+        print("`minitui exercise` lists decisions of the engine that you can then write yourself.")
         return
     chosen = find_lesson(number)
     open_in_browser(context, opening)

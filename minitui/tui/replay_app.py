@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 
 from engine.errors import EngineError, InvalidRequest
 from minitui.chat.sessions import Chats
@@ -18,9 +17,9 @@ from minitui.sources.replay import MAX_SPEED, MIN_SPEED, ReplaySource
 from minitui.trace.reader import TraceReader
 from minitui.tui.actions import Action
 from minitui.tui.app import MinituiApp
-from minitui.tui.screens.base import BaseScreen
 from minitui.tui.screens.inspect import TALL, InspectScreen
 from minitui.tui.screens.lecture import LectureScreen
+from minitui.tui.screens.playhead import PlayheadScreen
 from minitui.tui.widgets.replay_bar import ReplayBar, position
 from minitui.viewmodel.moment import Playback
 from minitui.viewmodel.words.narrate import narrate
@@ -32,25 +31,6 @@ REST = " … (press 3 for more)"
 SPEEDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 WRITTEN_S = 10.0  # seconds for which the text of a bookmark is shown while the recording plays
 JUMP = 0.05  # the share of the recording that one jump covers
-
-
-
-class PlayheadScreen(BaseScreen[None]):
-    """A screen with keys that move the playhead; the application does what they say.
-
-    A subclass lists this class as its last base class, because the CSS of the first base class has priority.
-    """
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("less_than_sign", "app.speed(-1)", "slower", show=False, id="replay.slower"),
-        Binding("greater_than_sign", "app.speed(1)", "faster", show=False, id="replay.faster"),
-        Binding("left_parenthesis", "app.jump(-1)", "back", show=False, id="replay.back"),
-        Binding("right_parenthesis", "app.jump(1)", "forward", show=False, id="replay.forward"),
-        Binding("left_curly_bracket", "app.mark(-1)", "previous bookmark", show=False, id="replay.previous"),
-        Binding("right_curly_bracket", "app.mark(1)", "next bookmark", show=False, id="replay.next"),
-        Binding("B,home", "app.begin", "begin of the recording", show=False, id="replay.begin"),
-        Binding("E", "app.end", "end of the recording", show=False, id="replay.end"),
-    ]
 
 
 class ReplayScreen(InspectScreen, PlayheadScreen):
@@ -126,7 +106,7 @@ class ReplayApp(MinituiApp):
         **MinituiApp.NOT_OFFERED, **NEED_CHATS, "clear": NO_ENGINE, "restart": NO_ENGINE,
     }  # fmt: skip
     TABS = tuple(tab for tab in MinituiApp.TABS if tab[0] != "chat")
-    HELP_FIRST = (("A recording", REPLAY_HELP),)
+    HELP_FIRST: ClassVar[tuple[tuple[str, str], ...]] = (("A recording", REPLAY_HELP),)
 
     def __init__(self, source: ReplaySource, *args: Any, **options: Any) -> None:
         options["load_codec"] = lambda info: TraceCodec(source.trace)

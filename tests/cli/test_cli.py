@@ -29,7 +29,7 @@ from minitui.trace.reader import TraceReader
 from minitui.tui.terminal import has_terminal
 from tests.support.fake_client import ByteCodec, FakeSource
 
-COMMANDS = ("chat", "ask", "demo", "compare", "doctor", "bench", "verify")
+COMMANDS = ("chat", "ask", "demo", "exercise", "compare", "doctor", "bench", "verify")
 
 
 def minitui(*arguments: str, home: Path, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -46,7 +46,7 @@ def test_help_names_every_command_and_gives_examples():
     assert 'minitui ask "What is a KV cache?"' in text
 
 
-@pytest.mark.parametrize("command", ["chat", "ask", "demo", "compare", "verify"])
+@pytest.mark.parametrize("command", ["chat", "ask", "demo", "exercise", "compare", "verify"])
 def test_the_help_of_a_command_has_examples_that_stand_one_to_a_line(command):
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0

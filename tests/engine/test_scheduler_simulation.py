@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter, deque
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,6 +16,7 @@ from engine.core.step import StepPlan
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from engine.trace.eviction import EVICTION_POLICIES
+from engine.trace.records import RecordLog
 from engine.trace.state import State
 from tests.support.simulation import SimulatedRunner, alone, simulated
 
@@ -120,6 +123,57 @@ def test_any_schedule_gives_the_tokens_of_each_request_alone(seed: int, delay: i
         if request.finish_reason == "stop":
             assert got[-1] in request.stop_ids
     assert load.engine.cache.allocator.num_active == load.engine.cache.allocator.num_shared == 0
+
+
+class AnyOrder:
+    """Shuffles the queue."""
+
+    def __init__(self, chance: random.Random, log: RecordLog) -> None:
+        self.chance, self.log = chance, log
+
+    def sort(self, waiting: deque[Request]) -> None:
+        self.chance.shuffle(waiting)
+        self.log.append("order", [request.id for request in waiting])
+
+    def count_overtaken(self, waiting: deque[Request], admitted: list[Request]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_whatever_is_decided_each_request_has_the_tokens_that_it_has_alone(delay: int) -> None:
+    """Decisions drawn at random; but the request that came first is not preempted, so that all come to an end."""
+    decided: Counter[str] = Counter()
+    for seed in range(8):
+        load = Load(seed, delay)
+        decide_at_random(load.engine, random.Random(seed), decided)
+        load.run(check_every=3)
+        for request in load.requests:
+            got = request.output_ids
+            assert got == alone(request.ids[: request.prompt_len], request.seed, len(got), stop=request.stop_ids)
+        assert load.engine.cache.allocator.num_active == load.engine.cache.allocator.num_shared == 0
+    assert min(decided[name] for name in ("chunk", "leaf", "not the youngest")) > 5, decided
+
+
+def decide_at_random(engine: Engine, chance: random.Random, decided: Counter[str]) -> None:
+    tree = engine.cache.tree
+
+    def chunk(request: Request, left: int, budget: int) -> int:
+        decided["chunk"] += 1
+        return chance.randint(1, min(left, budget))
+
+    def victim(running: Sequence[Request], request: Request) -> Request:
+        first = min(running, key=lambda request: request.id)
+        found = chance.choice([request for request in running if request is not first] or [first])
+        decided["not the youngest"] += found is not running[-1]
+        return found
+
+    def next_leaf() -> Node | None:
+        decided["leaf"] += 1
+        return chance.choice([node for node in tree.nodes.values() if node.evictable] or [None])
+
+    engine.scheduler.order = AnyOrder(chance, engine.log)
+    engine.scheduler.chunk, engine.scheduler.victim = chunk, victim
+    tree.next_leaf = next_leaf
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])

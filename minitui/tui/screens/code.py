@@ -32,16 +32,22 @@ class CodePanel(ScrollPanel):
         self.code = code
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        rows: list[Runs] = []
-        for i, (line, style) in enumerate(zip(self.code.lines, code_styles(self.code.lines), strict=True)):
-            lead = f"{self.code.first + i:>5}  "
-            for piece in wrap_code(line.expandtabs(4), width - len(lead)):
-                rows.append(Row(lead, "faint").add(piece, style).done(width))
-                lead = " " * len(lead)
+        rows = code_rows([line.expandtabs(4) for line in self.code.lines], self.code.first, width)
         shown, below = self.window(rows, height)
         name = self.code.reference.partition(":")[2]
         legend = [(f"{below} more lines" if below else "esc closes", "dim")]
         return Picture(shown, f"{self.code.path}  {name}".rstrip(), legend=legend)
+
+
+def code_rows(lines: list[str], first: int, width: int, marked: int = 0) -> list[Runs]:
+    """Returns lines of code with their numbers, from `first` on; the line with the number `marked` is marked."""
+    rows: list[Runs] = []
+    for number, (line, style) in enumerate(zip(lines, code_styles(lines), strict=True), first):
+        lead = f"{number:>5}  "
+        for piece in wrap_code(line, width - len(lead)):
+            rows.append(Row(lead, "bad" if number == marked else "faint").add(piece, style).done(width))
+            lead = " " * len(lead)
+    return rows
 
 
 def wrap_code(line: str, width: int) -> list[str]:

@@ -65,6 +65,22 @@ A lesson has pages of text beside a real engine. The figures of an experiment ar
   n              one step of the engine, while an experiment has requests
   0 1 2          the lesson, the chats of its experiment, the inspector. In the text box of a chat, press ctrl+g before
                  a digit or L""",
+    "exercise": """\
+Your file is at the left. Save it in any editor, and it runs at once: the real scheduler, allocator and prefix tree,
+with your function in the place of one decision. The device is simulated: a step takes 4 ms, and 0.05 ms for each token.
+
+  e              open the file in your editor ($VISUAL or $EDITOR); one in the terminal takes the screen until it ends
+  r              run the file again
+  comma, .       one step back, one step forward; 2 and 3 show the step in the other panels
+  4              the run of the reference and yours on one clock; tab shows the figures of both
+  up, down       scroll the file
+
+The result tells the first rule that is broken, and the panels show its step. If all rules are kept, the score is 100
+for the figure of the reference, and 200 for half of it. What the code prints is shown below, and goes nowhere else.
+
+The code runs in a process of its own: at most 5 s of processor time, 20 s and 256 MiB. It starts no processes, opens no
+connections and changes no files. This stops accidents, not attacks: run only code that you trust.
+""",
     "compare": """\
 Two runs of the same work under two settings, on one clock: both begin at the left edge.
 

@@ -1,0 +1,178 @@
+"""The rules of the exercises about the scheduler: `admit`, `evict`, `chunk`, `preempt`.
+
+Each function puts a student's function in the place of one decision of the scheduler, and checks what it returns before
+the engine sees it. The functions `…_end` check the whole run against that of the reference.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from engine.core.node import Node as TreeNode
+from engine.core.request import Request, RequestState
+from minitui.exercises.student import Broken, Student, shown
+from minitui.exercises.trial import Trial
+from minitui.exercises.views import Node, Running, Waiting
+from minitui.text import count, duration
+
+MOST_OVERTAKEN = 24  # later requests that may be admitted before one
+LONGER = 1.5  # the time of the run, and the first tokens (p99), may be as many times the reference's
+MORE_COMPUTED = 1.1  # prompt tokens computed, as a multiple of the reference's: more are a fault
+
+
+class StudentOrder:
+    """Exercise `admit`: the queue in a student's order."""
+
+    def __init__(self, trial: Trial, student: Student) -> None:
+        self._trial, self._student = trial, student
+        self._came: dict[int, int] = {}  # request -> the last step planned when it was seen first
+
+    def sort(self, waiting: deque[Request]) -> None:
+        """Sort the queue; preempted requests stay at its head."""
+        trial = self._trial
+        for request in waiting:
+            self._came.setdefault(request.id, trial.step)
+        queue = [request for request in waiting if request.state is not RequestState.PREEMPTED]
+        views = [self._view(request) for request in queue]
+        order = self._checked(views, self._student(list(views)))
+        by_id = {request.id: request for request in queue}
+        ahead = [request for request in waiting if request.state is RequestState.PREEMPTED]
+        found = [*ahead, *(by_id[view.id] for view in order)]
+        if found != list(waiting):
+            waiting.clear()
+            waiting.extend(found)
+            trial.log.append("order", [request.id for request in found])
+
+    def _view(self, request: Request) -> Waiting:
+        match = self._trial.engine.cache.look_up(request)
+        cached = len(match.blocks) * self._trial.setting.block_size if match is not None else 0
+        waited = self._trial.step - self._came[request.id]
+        return Waiting(request.id, request.prompt_len, cached, waited, request.overtaken)
+
+    def _checked(self, views: list[Waiting], order: object) -> list[Waiting]:
+        student = self._student
+        if not isinstance(order, (list, tuple)):
+            raise student.broken(f"`admit` returned {shown(order)}, which is no list of requests")
+        seen: set[int] = set()
+        for one in order:
+            if one not in views:
+                raise student.broken(f"`admit` returned a list with {shown(one)}, which is no request of the queue")
+            if one.id in seen:
+                raise student.broken(f"r{one.id} is twice in the list that `admit` returned")
+            seen.add(one.id)
+        lost = [view.id for view in views if view.id not in seen]
+        if lost:
+            raise student.broken(f"r{lost[0]} waits, and is not in the list that `admit` returned: it would be lost")
+        return list(order)
+
+    def count_overtaken(self, waiting: deque[Request], admitted: list[Request]) -> None:
+        """Count the later requests that were admitted before each one that waits. Raises Broken if one starves."""
+        for request in waiting:
+            request.overtaken += sum(1 for other in admitted if other.id > request.id)
+            if request.overtaken > MOST_OVERTAKEN:
+                raise self._student.broken(
+                    f"r{request.id} starves: {request.overtaken} requests that came later were admitted before it"
+                )
+
+
+def admit(trial: Trial, student: Student) -> None:
+    """Let the student order the queue."""
+    trial.engine.scheduler.order = StudentOrder(trial, student)
+
+
+def evict(trial: Trial, student: Student) -> None:
+    """Let the student choose what is evicted."""
+    tree = trial.engine.cache.tree
+
+    def next_leaf() -> TreeNode:
+        nodes = [
+            Node(
+                node.id, node.parent.id, tuple(child.id for child in node.children.values()), trial.users_of(node.id),
+                node.last_used, tuple(node.blocks),
+            )
+            for node in tree.nodes.values() if node.parent is not None
+        ]  # fmt: skip
+        chosen = student(list(nodes))
+        if chosen not in nodes:
+            raise student.broken(f"`evict` returned {shown(chosen)}, which is none of the nodes")
+        if chosen.users:
+            raise student.broken(f"block {chosen.blocks[-1]} was evicted while r{chosen.users[0]} used it")
+        if chosen.children:
+            raise student.broken(
+                f"node {chosen.id} was evicted while node {chosen.children[0]} continues its text: without its "
+                "beginning, nothing finds that text again"
+            )
+        return tree.nodes[chosen.id]
+
+    tree.next_leaf = next_leaf
+
+
+def evict_end(trial: Trial, reference: Trial) -> None:
+    """Raise Broken if much more had to be computed than with the reference."""
+    ours, theirs = trial.figures.computed, reference.figures.computed
+    if ours <= MORE_COMPUTED * theirs:
+        return
+    missed = next((r for r in trial.requests if r.match[0] == "evicted"), None)
+    where = f": the first of them in step {missed.match[1]:,}, and r{missed.id} asked for it again" if missed else ""
+    raise Broken(
+        f"texts were evicted that were needed soon{where}; {ours:,} prompt tokens were computed, with the reference "
+        f"{theirs:,}", missed.match[1] if missed else None,
+    )  # fmt: skip
+
+
+def chunk(trial: Trial, student: Student) -> None:
+    """Let the student choose the lengths of chunks."""
+
+    def chosen(request: Request, left: int, budget: int) -> int:
+        replies = sum(1 for other in trial.engine.scheduler.running if other.decoding)
+        n = student(left, budget, replies)
+        who = f"`chunk` returned {shown(n)} for r{request.id}"
+        if type(n) is not int:
+            raise student.broken(f"{who}, which is no whole number")
+        if n < 1:
+            raise student.broken(f"{who}: without a token of its prompt it never comes to its reply")
+        if n > left:
+            raise student.broken(f"{who}, whose prompt has only {count(left, 'token')} left")
+        if n > budget:
+            raise student.broken(f"{who}, but only {count(budget, 'token')} of the step's budget were left")
+        return n
+
+    trial.engine.scheduler.chunk = chosen
+
+
+def chunk_end(trial: Trial, reference: Trial) -> None:
+    """Raise Broken if the prompts take much longer than with the reference."""
+    for what, quantity in (("the run takes", "time"), ("the 99th percentile of first tokens is", "first_p99")):
+        ours, theirs = (getattr(run.figures, quantity) or 0.0 for run in (trial, reference))
+        if ours > LONGER * theirs:
+            raise Broken(
+                f"the chunks are too short: {what} {duration(ours)}, with the reference {duration(theirs)}; more than "
+                f"{LONGER:g} times as much is too long"
+            )
+
+
+def preempt(trial: Trial, student: Student) -> None:
+    """Let the student choose who is preempted."""
+    scheduler = trial.engine.scheduler
+
+    def victim(running: Sequence[Request], request: Request) -> Request:
+        views = [Running(r.id, r.prompt_len, len(r.ids) - r.prompt_len, len(r.table), r.preemptions) for r in running]
+        chosen = student(list(views), request.id)
+        if chosen is None:
+            raise student.broken(
+                f"nobody was preempted: r{request.id} needs a block, all {trial.setting.blocks} are in use, and no "
+                "request can go on"
+            )
+        if chosen not in views:
+            gone = isinstance(chosen, Running) and f"r{chosen.id}, as it was before: it is not running like that now"
+            raise student.broken(f"`preempt` returned {gone or shown(chosen)}, which is none of the running requests")
+        first = min(view.id for view in views)
+        if chosen.id == first and len(views) > 1:
+            raise student.broken(
+                f"r{first} was preempted, which came before all others that run: it must come to its end, or perhaps "
+                "none does"
+            )
+        return next(r for r in running if r.id == chosen.id)
+
+    scheduler.victim = victim

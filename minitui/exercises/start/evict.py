@@ -1,0 +1,26 @@
+"""Exercise `evict`: the pool is full. Which cached text is thrown away?
+
+Finished requests leave their blocks in the prefix tree, so that a later request with the same beginning need not
+compute it again. When a request needs a block and none is free, the scheduler calls `evict`, again and again, until
+enough blocks are free.
+
+nodes     all nodes of the tree. Each has
+              id          its number
+              parent      the id of the node before it in the text; 0: its text begins with this node
+              children    the ids of the nodes that continue its text
+              users       the ids of the requests that use it now
+              last_used   a clock that counts up: a larger number was used later
+              blocks      the numbers of its blocks in the pool
+Return    one node. Its blocks are freed, the last ones first, and only as many as are needed.
+
+The rules: a text in use stays, and a text stays as long as another one continues it: nothing could find the rest.
+At least one node is always allowed. The score: the prompt tokens that had to be computed. The reference evicts the
+least recently used text (LRU).
+"""
+
+from minitui.exercises.views import Node
+
+
+def evict(nodes: list[Node]) -> Node:
+    # This takes the newest node. Run it, and read which rule it breaks.
+    return nodes[-1]

@@ -1,0 +1,36 @@
+"""What the functions of students get: plain facts about requests, and about nodes of the prefix tree."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Waiting(NamedTuple):
+    """A request in the queue."""
+
+    id: int  # 1 for the request that came first
+    prompt: int  # tokens of its prompt
+    cached: int  # how many of these tokens are in the prefix cache now
+    waited: int  # steps since it came
+    overtaken: int  # how many requests that came later were admitted before it
+
+
+class Running(NamedTuple):
+    """A request in the batch."""
+
+    id: int  # 1 for the request that came first
+    prompt: int  # tokens of its prompt
+    reply: int  # tokens of its reply so far
+    blocks: int  # blocks that it uses; others may share some of them
+    preemptions: int  # how often it was preempted
+
+
+class Node(NamedTuple):
+    """A text in the prefix tree: some blocks of tokens that follow the text of its parent."""
+
+    id: int
+    parent: int  # the id of the node before it in the text; 0: the root
+    children: tuple[int, ...]  # the ids of the nodes that continue its text
+    users: tuple[int, ...]  # the ids of the requests that use it now
+    last_used: int  # a clock that counts up: a larger number was used later
+    blocks: tuple[int, ...]  # its blocks in the pool

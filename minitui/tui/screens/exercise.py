@@ -1,0 +1,173 @@
+"""The exercise screen: a student's file, what its run shows, and the panels at the step of a broken rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+from textual import getters
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+
+from minitui.exercises.attempt import Attempt
+from minitui.exercises.table import Exercise
+from minitui.tui.screens.base import Hint
+from minitui.tui.screens.code import code_rows
+from minitui.tui.screens.compare import CompareScreen
+from minitui.tui.screens.playhead import PlayheadScreen
+from minitui.tui.widgets.bars import StatusBar, TopBar
+from minitui.tui.widgets.base import LinePanel, Picture, ScrollPanel
+from minitui.tui.widgets.inspect.block_map import BlockMap
+from minitui.tui.widgets.inspect.lanes import BatchLanes
+from minitui.tui.widgets.inspect.tree import RadixTree
+from minitui.tui.widgets.replay_bar import ReplayBar
+from minitui.tui.widgets.rows import Row, clean, wrapped
+from minitui.viewmodel.view import View
+from minitui.visible import visible_line
+
+WIDE = 110  # columns: the panels are beside the file, else below the result
+LRU = "What the panels say about the order of eviction is the reference's order (LRU), not yours."
+PRINTED = 4  # lines of what the code printed
+
+
+class Now(NamedTuple):
+    """The name and the text of the file at its last run, and what came of it. `error`: why it could not be run."""
+
+    name: str
+    text: str
+    attempt: Attempt | None
+    running: bool
+    error: str
+
+
+class FilePanel(ScrollPanel):
+    """The student's file, as it was at the last run."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up", "scroll(-1)", "up", show=False, id="exercise.up"),
+        Binding("down", "scroll(1)", "down", show=False, id="exercise.down"),
+        Binding("pageup", "scroll(-20)", "page up", show=False, id="exercise.page_up"),
+        Binding("pagedown", "scroll(20)", "page down", show=False, id="exercise.page_down"),
+    ]
+
+    def __init__(self, *, id: str) -> None:
+        super().__init__(id=id)
+        self.name_of_file, self.lines, self.line = "", [""], 0
+
+    def show(self, name: str, text: str, line: int | None) -> None:
+        """Show a text; `line`: the one of the fault, from 1; None: there is none."""
+        self.name_of_file, self.lines, self.line = name, text.splitlines() or [""], line or 0
+        if line:
+            self.top = max(0, line - 8)
+        self.repaint()
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        rows = code_rows([visible_line(line.expandtabs(4)) for line in self.lines], 1, width, self.line)
+        shown, below = self.window(rows, height)
+        return Picture(shown, self.name_of_file, legend=[(f"{below} more lines", "dim")] if below else [])
+
+
+class ResultPanel(LinePanel):
+    """The sentence of the last attempt, its score, and the end of what the code printed."""
+
+    TITLE = "Result"
+
+    def __init__(self, exercise: Exercise, *, id: str) -> None:
+        super().__init__(id=id)
+        self.exercise, self.running, self.error = exercise, False, ""
+        self.attempt: Attempt | None = None
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        attempt, rows = self.attempt, []
+        if self.error:
+            rows += wrapped(self.error, "bad", width)
+        elif attempt is not None:
+            rows += wrapped(clean(attempt.words), "good" if attempt.passed else "bad", width)
+            rows += wrapped(self._next(attempt), "ink", width)
+            if attempt.exercise.name == "evict":
+                rows += wrapped(LRU, "dim", width)
+            printed = attempt.printed.rstrip().splitlines()[-PRINTED:]
+            rows += [Row("| ", "dim").add(clean(line), "ink").done(width) for line in printed]
+        title = f"{self.exercise.name}: {self.exercise.teaches}"
+        note = [("runs", "hit")] if self.running else []
+        return Picture(rows or [Row("the file runs", "dim").done(width)], title, note=note, brief=self.TITLE)
+
+    @staticmethod
+    def _next(attempt: Attempt) -> str:
+        if attempt.passed:
+            return "4 shows both runs on one clock. Save the file again to try another idea."
+        if attempt.step is not None:
+            return f"The panels show step {attempt.step:,}: comma and . step back and forward, 2 and 3 show more."
+        shown = " The panels show the run of the reference." if len(attempt.runs) == 1 else ""
+        return f"Change the file and save it: it runs again at once.{shown}"
+
+
+class ExerciseScreen(PlayheadScreen):
+    """The file at the left, the result and the panels at the right."""
+
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (WIDE, "-wide")]  # noqa: RUF012 (as in Textual)
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("e", "app.edit", "open the file in your editor", show=False, id="exercise.edit"),
+        Binding("r", "app.run_file", "run the file again", show=False, id="exercise.run"),
+    ]
+    DEFAULT_CSS = """
+    ExerciseScreen {
+        layout: vertical; background: $ground;
+        & #body { height: 1fr; }
+        & #file { width: 1fr; height: 1fr; }
+        & #side { width: 1fr; height: 1fr; }
+        & #result { height: 9; }
+        & #lanes, & #map, & #tree { height: 1fr; }
+        &.-narrow #body { layout: vertical; }
+        &.-narrow #side { height: 9; }
+        &.-narrow #lanes, &.-narrow #map, &.-narrow #tree { display: none; }
+    }
+    """
+    file = getters.query_one("#file", FilePanel)
+    result = getters.query_one("#result", ResultPanel)
+
+    def __init__(self, exercise: Exercise, now: Callable[[], Now]) -> None:
+        """`now`: returns what the application knows."""
+        super().__init__()
+        self.exercise, self._now = exercise, now
+
+    def paint(self, view: View) -> None:
+        now, result = self._now(), self.result
+        result.running, result.error = now.running, now.error
+        if now.attempt is not None and now.attempt is not result.attempt:
+            result.attempt = now.attempt
+            self.file.show(now.name, now.text, now.attempt.line)
+        super().paint(view)
+
+    def compose(self) -> ComposeResult:
+        yield TopBar()
+        with Horizontal(id="body"):
+            yield FilePanel(id="file")
+            with Vertical(id="side"):
+                yield ResultPanel(self.exercise, id="result")
+                yield BlockMap(id="map")
+                yield RadixTree(id="tree") if self.exercise.name == "evict" else BatchLanes(id="lanes")
+        yield StatusBar()
+        yield ReplayBar()
+
+    def on_mount(self) -> None:
+        self.file.focus()
+
+    def hints(self) -> list[Hint]:
+        keep = [hint for hint in super().hints() if hint[1] in ("inspect", "lecture", "help", "commands")]
+        return [("e", "edit"), ("r", "run again"), (", .", "step"), ("4", "compare"), *keep, ("q", "quit")]
+
+
+class ExerciseCompareScreen(CompareScreen):
+    """The reference and the student's run on one clock."""
+
+    ABOUT = "compare"
+
+    def __init__(self, compared: Callable[[], View | None]) -> None:
+        """`compared`: returns the view of the student's run, with that of the reference as its `earlier`."""
+        super().__init__()
+        self._compared = compared
+
+    def paint(self, view: View) -> None:
+        super().paint(self._compared() or view)

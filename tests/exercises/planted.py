@@ -1,0 +1,86 @@
+"""Faults that students make: the body of a function for each, and a part of the sentence that tells it. And solutions
+that keep all rules."""
+
+PLANTED: dict[str, dict[str, tuple[str, str]]] = {
+    "admit": {
+        "starves": ("return sorted(waiting, key=lambda r: r.prompt)", r"r\d+ starves: 25 requests that came later"),
+        "loses": ("return waiting[:5]", r"r\d+ waits, and is not in the list .* lost, at step \d+"),
+        "doubles": ("return [*waiting, waiting[0]]", r"r1 is twice in the list"),
+        "ids": ("return [r.id for r in waiting]", r"a list with 1, which is no request of the queue"),
+    },
+    "evict": {
+        "in use": ("return max(nodes, key=lambda n: len(n.users))",
+                   r"block \d+ was evicted while r\d+ used it, at step \d+"),
+        "middle": ("return min((n for n in nodes if not n.users), key=lambda n: -len(n.children))",
+                   r"node \d+ was evicted while node \d+ continues its text"),
+        "most recent": ("return max((n for n in nodes if not n.users and not n.children), key=lambda n: n.last_used)",
+                        r"texts were evicted that were needed soon: the first of them in step \d+"),
+        "nothing": ("for n in nodes:\n        if n.users and not n.users:\n            return n",
+                    r"`evict` returned None, which is none of the nodes"),
+    },
+    "chunk": {
+        "budget": ("return left", r"but only \d+ tokens of the step's budget were left"),
+        "zero": ("return min(left, budget) if replies < 8 else 0", r"returned 0 for r\d+: without a token"),
+        "left": ("return min(64, budget)", r"returned 64 for r\d+, whose prompt has only \d+ tokens? left"),
+        "float": ("return min(left, budget / 2)", r"returned \d+\.\d for r\d+, which is no whole number"),
+        "tiny": ("return 1", r"the chunks are too short: .*; more than 1.5 times as much is too long"),
+    },
+    "preempt": {
+        "oldest": ("return running[0]", r"r\d+ was preempted, which came before all others that run"),
+        "never": ("pass", r"nobody was preempted: r\d+ needs a block, all 44 are in use"),
+        "stale": ("kept.extend(running)\n    return kept[-1] if len(kept) == len(running) else kept[1]",
+                  r"returned r\d+, as it was before: it is not running like that now"),
+        "raises": ("return [r for r in running if r.blocks > 1000][0]",
+                   r"`preempt` raised IndexError in line 5: list index out of range, at step \d+"),
+    },
+    "sample": {
+        "global": ("import random\n    return random.randrange(len(logits))",
+                   r"the same logits, seed \d+ and position \d+ gave token \d+, and then token \d+"),
+        "greedy at 0": ("temperature = temperature or 1.0\n    return draw(logits, temperature, seed, position)",
+                        r"at temperature 0, token \d+ was drawn for r\d+, but token \d+ has the largest logit"),
+        "temperature": ("return draw(logits, temperature and 1.0, seed, position)",
+                        r"at temperature 2 the tokens are drawn as at temperature 1"),
+        "not normalised": ("if not temperature: return logits.index(max(logits))\n    u = number(seed, position)\n"
+                           "    for i, l in enumerate(logits):\n        u -= math.exp(min(l / temperature, 700)) / 20\n"
+                           "        if u < 0: return i\n    return len(logits) - 1",
+                           r"with 5 added to every logit, \d+ of \d+ draws changed"),
+        "seed": ("return draw(logits, temperature, 7, position)", r"seeds \d+ and \d+ drew the same \d+ tokens"),
+        "position": ("return draw(logits, temperature, seed, 7)",
+                     r"a request draws the same token whenever it has the same logits"),
+        "biased": ("t = draw(logits, temperature, seed, position)\n"
+                   "    return t if t or not temperature else 1",
+                   r"softmax expects \d+: the draws are biased"),
+        "overflow": ("if not temperature: return logits.index(max(logits))\n"
+                     "    return int(sum(math.exp(l / temperature) for l in logits)) % 12",
+                     r"`sample` raised OverflowError in line 6: math range error"),
+        "range": ("return len(logits)", r"returned 12: a token is a whole number from 0 to 11"),
+    },
+}  # fmt: skip
+
+GOOD = {
+    "admit": "first = [r for r in waiting if r.overtaken >= 16]\n    rest = [r for r in waiting if r.overtaken < 16]\n"
+    "    return first + sorted(rest, key=lambda r: r.prompt - r.cached)",
+    "evict": "free = [n for n in nodes if not n.users and not n.children]\n"
+    "    return min(free, key=lambda n: n.last_used)",
+    "chunk": "return min(left, budget, 256 if replies else budget)",
+    "preempt": "later = [r for r in running if r.id != min(q.id for q in running)]\n"
+    "    return min(later or running, key=lambda r: (r.preemptions > 4, r.prompt + r.reply))",
+    "sample": "if temperature == 0: return logits.index(max(logits))\n"
+    "    most = max(logits); r = random.Random(seed * 100003 + position)\n"
+    "    return r.choices(range(12), [math.exp((l - most) / temperature) for l in logits])[0]",
+}  # fmt: skip
+
+HEADS = {
+    "admit": "\n\n\ndef admit(waiting):\n    ",
+    "evict": "\n\n\ndef evict(nodes):\n    ",
+    "chunk": "\n\n\ndef chunk(left, budget, replies):\n    ",
+    "preempt": "kept = []\n\n\ndef preempt(running, needs):\n    ",
+    "sample": "import math, random; from minitui.exercises.sampling import reference as draw\n"
+    "def number(seed, position):\n    return random.Random(f'{seed} {position}').random()\n"
+    "def sample(logits, temperature, seed, position):\n    ",
+}  # each has four lines before the body, or three
+
+
+def source(exercise: str, body: str) -> str:
+    """Returns a file with a function for an exercise."""
+    return HEADS[exercise] + body + "\n"
