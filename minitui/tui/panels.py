@@ -29,11 +29,20 @@ COLUMNS = ("top", "left", "right", "alone")
 
 
 class Room(NamedTuple):
-    """`rows`: those of the columns. `screen`: those of the terminal. `above`: those of the top bar."""
+    """`rows`: those of the columns. `screen`: those of the terminal. `above`: those of the top bar. `blocks`: rows of
+    half cells that the pool needs, a half cell for each block."""
 
     rows: int
     screen: int
     above: int
+    blocks: int
+
+
+def _map_rows(room: Room) -> int:
+    """Returns the rows of the map: those for the whole pool, if they are not many more than its usual share."""
+    usual = max(9, round(room.rows * 0.38)) if room.above < 4 else max(7, round(room.rows * 0.3))
+    whole = room.blocks + 4  # with the frame, the bar and the waste
+    return max(usual, whole) if whole <= room.rows * 0.42 else usual
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +128,7 @@ PANELS = table((
     Panel(name="step", widget=StepBar, column="top", every=2,
         help="what one step computes: tokens of decoding requests, and chunks of prompts"),
     Panel(name="map", widget=BlockMap, column="left", every=2,
-        # a long story in the top bar shrinks the map, not the lanes
-        height=lambda room: max(9, round(room.rows * 0.38)) if room.above < 4 else max(7, round(room.rows * 0.3)),
+        height=_map_rows,  # a long story in the top bar shrinks the map, not the lanes
         help="the pool: free, cached (only in the tree), active (one request), shared (several requests); the waste"),
     Panel(name="about", widget=SelectedBlock, column="left", part_of="map", every=4, turn=2,
         height=lambda room: max(10, room.screen // 3),
@@ -142,6 +150,7 @@ PANELS = table((
         does="Show host, device and requests on an axis of time (inspect). Again: all panels.",
         help="host, device and requests on an axis of time: what each step spent its time on"),
     Panel(name="events", widget=Events, column="right", every=4, turn=3,
+        height=lambda room: max(6, round(room.rows * 0.27)),  # the tree takes the rest
         help="every decision with its reason, the newest first"),
     Panel(name="requests", widget=RequestTable, column="alone", every=4, key="5",
         does="Show every request with its times and token gaps, and why one stalled (inspect). Again: all panels.",

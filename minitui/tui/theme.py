@@ -55,7 +55,8 @@ _COLOURS = {
     "shared-chip": ("#5d3a51", "#f6dfec", "#632f50"),
     "active-chip": ("#59410f", "#fae8c2", "#5c4000"),
     "empty-chip": ("#1d232b", "#eceae6", "#22272e"),
-    # eight owners of blocks: the colours of chats
+    # eight colours of chats; a fill for the blocks of other owners
+    "owner-none": ("#8b949e", "#5b636d", "#c6ccd4"),
     "owner-0": ("#e69f00", "#8a5a00", "#ffb52e"),
     "owner-1": ("#2fb48a", "#00795a", "#2fe0a4"),
     "owner-2": ("#d886b4", "#a2457c", "#ffa8da"),
@@ -70,7 +71,12 @@ OWNER_COLOURS = 8
 SEGMENTS_KEPT = 8192
 STATES = ("free", "active", "shared", "cached")
 LIT = "cached-glow"  # the fill of blocks, nodes and chips that have just been reused
-HEAT = 6  # the colours of ages: heat-0 has just changed
+HEAT = 6  # shades of a state for ages and numbers of users: active-heat-0 has just changed
+
+
+def owner_style(colour: int | None) -> str:
+    """Returns the name of a chat's colour (see Texts.colour); of no chat: that of text."""
+    return "ink" if colour is None else f"owner-{colour % OWNER_COLOURS}"
 
 
 def _mixed(one: str, other: str, share: float) -> str:
@@ -80,13 +86,13 @@ def _mixed(one: str, other: str, share: float) -> str:
 
 
 def _with_derived(colours: dict[str, str]) -> dict[str, str]:
-    """Returns the colours of a theme, with those between a state and its glow (`warm`), of ages (`heat-0` to `heat-5`),
+    """Returns the colours of a theme, with those between a state and its glow (`warm`), shades (`heat-0` to `-5`),
     and of selected blocks (`lit`), which are near the colour of the text."""
     for state in STATES:
         colours[f"{state}-warm"] = _mixed(colours[state], colours[f"{state}-glow"], 0.5)
-    for i in range(HEAT):
-        colours[f"heat-{i}"] = _mixed(colours["active-glow"], colours["dim"], i / (HEAT - 1))
-    for fill in [*STATES, "shared-glow", *(name for name in colours if name.startswith(("owner-", "heat-")))]:
+        for i in range(HEAT):
+            colours[f"{state}-heat-{i}"] = _mixed(colours[f"{state}-glow"], colours[state], i / (HEAT - 1))
+    for fill in [*STATES, *(name for name in colours if name.startswith("owner-") or "-heat-" in name)]:
         colours[f"{fill}-lit"] = _mixed(colours.get(f"{fill}-glow", colours[fill]), colours["ink"], 0.15)
     return colours
 

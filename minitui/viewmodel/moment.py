@@ -178,11 +178,15 @@ class Moment:
         """Returns the highlight, 0 to 2 as in `glow`, of a thing that last changed at engine time `changed`."""
         return int(self._glow(changed))
 
+    def age(self, changed: Any) -> Any:
+        """Returns how long ago, in seconds of the user, the engine time `changed` was; of a moving picture."""
+        return (self.engine_now - changed) / (1.0 if self.playback is None else self.playback.speed)
+
     def _glow(self, changed: Any) -> Any:
         one = np.uint8(1)
         if self.exact:
             return 2 * one * (changed >= self.shown.step_began)
-        age = (self.engine_now - changed) / (1.0 if self.playback is None else self.playback.speed)
+        age = self.age(changed)
         return one * (age < GLOW_SECONDS) + one * (age < WARM_SECONDS)
 
     def just_reused(self) -> frozenset[int]:
@@ -190,16 +194,14 @@ class Moment:
         if self.exact:
             new = [blocks for t, blocks in self.shown.reuses if t >= self.shown.step_began]
         else:
-            pace = 1.0 if self.playback is None else self.playback.speed
-            new = [blocks for t, blocks in self.shown.reuses if (self.engine_now - t) / pace < LIT_SECONDS]
+            new = [blocks for t, blocks in self.shown.reuses if self.age(t) < LIT_SECONDS]
         return frozenset(block for blocks in new for block in blocks)
 
     def just_evicted(self) -> list[Eviction]:
         """Returns the last evictions of the last seconds; of an exact picture, of its step."""
         if self.exact:
             return [last for last in self.shown.evicted if last.t >= self.shown.step_began]
-        pace = 1.0 if self.playback is None else self.playback.speed
-        return [last for last in self.shown.evicted if (self.engine_now - last.t) / pace < EVICTED_SECONDS]
+        return [last for last in self.shown.evicted if self.age(last.t) < EVICTED_SECONDS]
 
     @property
     def travel_text(self) -> str:

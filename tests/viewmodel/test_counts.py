@@ -107,7 +107,7 @@ def test_requests_and_steps(at_end: Shown) -> None:
     finished = sum(request["finished"] for request in at_end.requests)
     lanes = BatchLanes()
     (*_, rest) = map(plain, lanes.picture(view, 120, 20).rows)
-    hidden = re.findall(r"([\d,]+) (?:decoding|prefilling|waiting|done)", rest)
+    hidden = re.findall(r"([\d,]+) (?:decode throughout|decoding|prefilling|waiting|done)", rest)
     assert lanes.first_step <= view.history.steps.begin
     assert sum(int(n.replace(",", "")) for n in hidden) + sum(map(len, lanes.rows.slots)) == requests
     assert at_end.number("requests", r"([\d,]+) live") == requests - finished

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.details import Details
 from minitui.tui.widgets.inspect.events import Events
 from minitui.tui.widgets.inspect.timeline import JumpRequested, TimelineClosed, TimelineOpened
+from minitui.tui.widgets.panel_strip import PanelChosen, PanelStrip
 from minitui.viewmodel.view import View
 
 WIDE, TALL = 100, 32  # a smaller terminal shows one panel at a time
@@ -116,7 +118,8 @@ class PanelPainter:
             for bar in self._bars:
                 bar.paint(view)
         for name, panel in PANELS.items():
-            if (is_due(panel.every, panel.turn) or not self._panels[name].painted) and name not in self._due:
+            drawn = self._panels[name]
+            if (is_due(panel.every, panel.turn) or drawn.moving or not drawn.painted) and name not in self._due:
                 self._due.append(name)
         if self._app.is_headless:
             self._paint_due()
@@ -168,6 +171,7 @@ class InspectScreen(BaseScreen[None]):
         self._before_timeline = Place("requests", True)
         self._jumps = Jumps(self.app)
         self._about = False  # the selected block is described below the map
+        self._blocks = 0  # of the pool
         self._above = 1  # rows of the top bar, which is higher when it shows the story of a demo
 
     def compose(self) -> ComposeResult:
@@ -177,6 +181,7 @@ class InspectScreen(BaseScreen[None]):
         for name, panel in PANELS.items():
             columns.setdefault(panel.column, []).append(panel.widget(id=name))
         yield from columns["top"]
+        yield PanelStrip()
         with Columns(id="columns"):
             yield Column(*columns["left"], id="left")
             yield Column(*columns["right"], *columns["alone"], id="right")
@@ -186,6 +191,7 @@ class InspectScreen(BaseScreen[None]):
     def on_mount(self) -> None:
         self._panels = {panel.id: panel for panel in self.query(LinePanel) if panel.id}
         self._bars = list(self.query(Bar))
+        self._strip = self.query_one(PanelStrip)
         self._left, self._right = self.query_one("#left"), self.query_one("#right")
         self._details = self.query_one(Details)
         self.painter = PanelPainter(self.app, self._panels, self._bars, self.call_later)
@@ -241,6 +247,9 @@ class InspectScreen(BaseScreen[None]):
             both = panel.alone and home in (name, panel.part_of) and self.size.height >= BOTH
             alone = name == self.current or both
             self._panels[name].display = alone if single else name not in self.absent | ALONE
+        self._strip.display = self.small
+        named = (name for name in IN_ORDER if name not in self.absent and not PANELS[name].part_of)
+        self._strip.show(tuple(named), home)
         self._panels["about"].display = self._about = self._describes_block
         in_left = PANELS[self.current].column == "left"
         self._left.display = not single or in_left
@@ -248,7 +257,8 @@ class InspectScreen(BaseScreen[None]):
         step = self._panels["step"]
         step.frame = "none" if single else "box"
         step.styles.height = 2 if single else 4
-        room = Room(self.size.height - 7 - self._above, self.size.height, self._above)
+        rows, blocks = self.size.height - 7 - self._above, math.ceil(self._blocks / max(1, self.size.width - 8))
+        room = Room(rows, self.size.height, self._above, blocks)
         for name, panel in PANELS.items():
             if panel.column != "top":
                 fixed = panel.height is not None and not (single and panel.can_focus)
@@ -269,7 +279,8 @@ class InspectScreen(BaseScreen[None]):
         if (above := max(1, sum(bar.size.height for bar in self._bars[:-1] if bar.display))) != self._above:
             self._above = above
             self.lay_out()
-        if self._about != self._describes_block:
+        if self._about != self._describes_block or self._blocks != view.moment.shown.total:
+            self._blocks = view.moment.shown.total
             self.lay_out()
         if self._details.display:
             self._details.paint(view)
@@ -331,6 +342,14 @@ class InspectScreen(BaseScreen[None]):
         if self.current not in ALONE:
             self._before_alone = self._place
         self._go_to(Place(name, True))
+
+    def on_panel_chosen(self, message: PanelChosen) -> None:
+        """Show the panel that was clicked in the strip."""
+        if message.name not in ALONE:
+            self._close_details()
+            self._go_to(Place(message.name, self.maximised and self.current not in ALONE))
+        elif message.name != self.current:
+            self.toggle(message.name)
 
     def on_timeline_opened(self, message: TimelineOpened) -> None:
         self._open_timeline()

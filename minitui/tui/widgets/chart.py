@@ -68,7 +68,7 @@ def bars(
             elif fulls[x] >= base + min(part, 4):
                 glyph = g.spark[part - 1]
             else:
-                glyph = g.cached
+                glyph = g.prefill
             row.add(glyph, styles[x] + (" on select" if x == cursor else ""))
         drawn.append(row.done(width))
     return drawn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minitui.text import ms
+from minitui.text import count, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.bars import Bar
 from minitui.tui.widgets.base import Picture
@@ -81,7 +81,7 @@ def rows(view: View, hit: Hit, width: int) -> list[tuple[Run, ...]]:
     right = len(digits[0]) + 1 + max(map(len, words)) + 2
     bars = [lane for lane in (hit.source, hit.lane) if lane is not None]
     most = max(lane.prompt_tokens for lane in bars)
-    labels = [_label(view, lane, 14 if width >= 100 else 7) for lane in bars]
+    labels = [view.texts.request(lane.id) for lane in bars]
     times = [hit.source_ms, hit.prefill_ms][-len(bars) :]
     texts = [_text(lane, time, width >= 100) for lane, time in zip(bars, times, strict=True)]
     lead = max(map(len, labels)) + 1
@@ -94,13 +94,13 @@ def rows(view: View, hit: Hit, width: int) -> list[tuple[Run, ...]]:
         row.add(glyphs().cached * cached, "on-fill on cached").add(glyphs().active * computed, "prefill on select")
         row.to(1 + lead + room + 1, " ", "ink on select")
         lines.append(row.add(text, "bold ink on select" if lane is hit.lane else "ink on select"))
-    blocks = hit.lane.cached_tokens // max(1, view.moment.shown.state.block_size)
+    blocks = count(hit.lane.cached_tokens // max(1, view.moment.shown.state.block_size), "block")
     lane = hit.lane
     why = why_ended(view.history, lane, lane.stop, lane.stop_at, lane.cached_tokens, lane.stop_detail)
-    of = f" that r{hit.lane.source} computed"
+    of = f" that {view.texts.request(lane.source)} computed"
     story = fitting(
-        width - right - 4, f"hit: {blocks:,} blocks of KV reused{of} · {why}", f"hit: {blocks:,} blocks reused · {why}",
-        f"hit: {blocks:,} blocks reused",
+        width - right - 4, f"hit: {blocks} of KV reused{of} · {why}", f"hit: {blocks} reused · {why}",
+        f"hit: {blocks} reused",
     )  # fmt: skip
     lines.append(Row(" ", "ink on select").add(story, "dim on select"))
     while len(lines) < ROWS:
@@ -111,13 +111,6 @@ def rows(view: View, hit: Hit, width: int) -> list[tuple[Run, ...]]:
         line.add(" " + word, "bold ink on select").to(width, " ", "ink on select")
         done.append(line.done(width))
     return done
-
-
-def _label(view: View, lane: Lane, room: int) -> str:
-    """Returns the chat and the request: "#4·r5"; the whole name of the chat if there is room."""
-    name = view.texts.group_name(lane.group) if lane.group else ""
-    number = name.split(" ")[0]
-    return f"{number}·r{lane.id}" if number.startswith("#") else f"r{lane.id}"
 
 
 def _text(lane: Lane, time: float | None, long: bool) -> str:

@@ -8,7 +8,7 @@ cause, and each step that computed its tokens again is explained like a last ste
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from minitui.viewmodel.view import View
 
 ROUNDED = 0.005  # a smaller share of a gap is lost where its parts are rounded
+STALL_FROM = 2.0  # times the median gap of a request: a longer gap is a stall
 SHORTEST_PAUSE_MS = 1.0  # shorter pauses are not mentioned
 
 
@@ -103,6 +104,42 @@ def explain_gap(view: View, lane: Lane, gap: Gap) -> Reason:
         causes = (Cause(f"{count(len(steps) - 2, 'step')} without this request", before, "other_steps"),)
     reason = explain_step(view, row, gap.ms - before)
     return replace(reason, causes=causes + reason.causes)
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """The longest gap of some lanes, and what caused it."""
+
+    lane: Lane
+    gap: Gap
+    reason: Reason
+
+    @property
+    def words(self) -> str:
+        """Returns its length and its largest cause: "38.1 ms: prefill of r5"."""
+        names = [cause.name.partition(" (")[0] for cause in self.reason.named if cause.key != "unknown"]
+        why = names[0].removeprefix("usual extra time ") if names else "cause unknown"
+        return f"{ms(self.gap.ms)} ms{' so far' if self.gap.so_far else ''}: {why}"
+
+
+def worst_stall(view: View, lanes: Iterable[Lane], first: int, last: int) -> Stall | None:
+    """Returns the longest gap between two tokens of these lanes that ended in the steps from `first` to `last`, or has
+    not ended; None if it is shorter than STALL_FROM times the median gap of its request."""
+    worst: tuple[Lane, Gap] | None = None
+    usual = 0.0
+    for lane in lanes:
+        found = view.history.tokens.arrivals(lane, last)
+        gaps = np.diff(found.at) * 1e3
+        seen = np.where(found.steps[1:] >= first, gaps, 0.0)
+        gap = found.gap(int(seen.argmax()) + 1) if len(gaps) and seen.max() > 0 else None
+        if last == view.moment.horizon and lane.finish_step > last and lane.preemptions and not lane.running:
+            so_far = view.history.tokens.running(lane, last, view.moment.since_result_ms)
+            gap = so_far if gap is None or (so_far is not None and so_far.ms > gap.ms) else gap
+        if gap is not None and (worst is None or gap.ms > worst[1].ms):
+            worst, usual = (lane, gap), float(np.median(gaps)) if len(gaps) else 0.0
+    if worst is None or worst[1].ms < STALL_FROM * usual:
+        return None
+    return Stall(*worst, explain_gap(view, *worst))
 
 
 def in_words(gap: Gap, reason: Reason) -> str:

@@ -140,6 +140,11 @@ class Lane:
         """Returns True if the lane has `code` at `step`."""
         return any(kind == code and first <= step <= last for kind, first, last in self.spans)
 
+    def steady(self, first: int, last: int) -> bool:
+        """Returns True if the request decodes in all steps from `first` to `last`: its lane shows no change."""
+        code, begin, end = self.spans[-1] if self.spans else (NOTHING, 0, 0)
+        return code == DECODING and begin <= first and end >= last
+
     def preempted_in(self, since: int, step: int) -> bool:
         """Returns True if the request was preempted after step `since`, and at `step` at the latest."""
         return any(code == PREEMPTED and since < first <= step for code, first, _ in self.spans)

@@ -208,7 +208,8 @@ ENDED_PER_ROW = 8  # the most finished requests for each row in a new layout
 
 
 class LaneRows:
-    """Gives each request a row, which it keeps. If no row is free, a new request uses the row of a finished one."""
+    """Gives each request a row, which it keeps. If no row is free, a request uses the row of a finished one, or else of
+    one that decodes all the time: lanes without a change are the first that have no row."""
 
     def __init__(self) -> None:
         self.slots: list[list[int]] = []  # the requests of each row, oldest first
@@ -224,15 +225,24 @@ class LaneRows:
             self._placed_for, self.slots, self._seen = layout, [[] for _ in range(room)], -1
             new = [*lanes.ended_since(start)[: ENDED_PER_ROW * room], *lanes.active.values()]
             new = sorted((lane for lane in new if lane.submitted_step <= end + 1), key=lambda lane: lane.id)
+            if len(new) > room:
+                new.sort(key=lambda lane: lane.steady(start, end))
         else:
             for slot in self.slots:
                 slot[:] = [id for id in slot if id in known and known[id].finish_step >= start]
-            new = [known[id] for id in range(self._seen + 1, lanes.newest + 1) if id in known]
+            shown = {id for slot in self.slots for id in slot}
+            hidden = (lane for lane in lanes.active.values() if lane.id not in shown and lane.id <= self._seen)
+            new = [lane for lane in hidden if not lane.steady(start, end)]
+            new += [known[id] for id in range(self._seen + 1, lanes.newest + 1) if id in known]
         for lane in new:
             target = next((slot for slot in self.slots if not slot), None)
             if target is None:
                 idle = [slot for slot in self.slots if known[slot[-1]].finish_step < lane.submitted_step]
                 target = min(idle, key=lambda slot: known[slot[-1]].finish_step, default=None)
+            if target is None and not lane.steady(start, end):
+                still = (slot for slot in self.slots if known[slot[-1]].steady(start, end) and slot[-1] != chosen)
+                if (target := next(still, None)) is not None:
+                    target.clear()
             if target is not None:
                 target.append(lane.id)
             self._seen = max(self._seen, lane.id)

@@ -24,7 +24,7 @@ RATIO = 1.06  # of two neighbouring bins on a logarithmic scale: percentiles are
 FINEST_S, FINEST_KEPT = 0.25, 80  # length of a bucket in seconds, and buckets kept
 FINE_S, FINE_KEPT = 1, 300
 COARSE_S, COARSE_KEPT = 15, 480
-SPANS = (15, 60, 300, 1800, 7200)  # seconds that a picture can show
+SPANS = (3, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200)  # seconds that a picture can show
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Sequence
+from zlib import crc32
 
 from engine.trace.eviction import EVICTION_POLICIES
 from minitui.viewmodel.explain.cut_hits import CUT, why_ended
@@ -13,6 +15,8 @@ from minitui.viewmodel.state.tree import is_hidden, quoted, without_markup
 from minitui.viewmodel.words.page_words import page_event
 
 QUOTE_WIDTH = 28
+# Names of chats: "#4 long notes"; "4 long notes" in older recordings. Names of users: "user 53".
+_NUMBERED = re.compile(r"(?:(#)?|user )(\d{1,6})(?: |$)")
 EVENTS_KEPT = 2000  # sentences
 
 
@@ -37,6 +41,23 @@ class Texts:
 
     def group_name(self, group: str) -> str:
         return self.group_names.get(group, group)
+
+    def request(self, id: int) -> str:
+        """Returns the label of a request in all panels: "#4·r5" for one of chat #4; "r5" if its chat has no number."""
+        lane = self.history.lanes.lanes.get(id)
+        found = _NUMBERED.match(self.group_name(lane.group)) if lane is not None else None
+        return f"#{found[2]}·r{id}" if found and found[1] else f"r{id}"
+
+    def title(self, group: str) -> str:
+        """Returns the name of a chat without the number that the labels of its requests have."""
+        name = self.group_name(group)
+        found = _NUMBERED.match(name)
+        return name[found.end() :] if found and found[1] else name
+
+    def colour(self, group: str) -> int | None:
+        """Returns the number of a chat's colour in all panels; None: the request belongs to no chat."""
+        found = _NUMBERED.match(self.group_name(group))
+        return (int(found[2]) - 1 if found else crc32(group.encode())) if group else None
 
     def event(self, event: Event, short: bool = False) -> str:
         """Returns the event as a sentence, or in few words for narrow panels if `short`."""

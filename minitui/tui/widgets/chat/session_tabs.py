@@ -5,6 +5,7 @@ from __future__ import annotations
 from minitui.chat.conversation import Session
 from minitui.text import ordinal
 from minitui.tui.glyphs import glyphs
+from minitui.tui.theme import owner_style
 from minitui.tui.widgets.bars import Bar
 from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.rows import Row, Run, cells, clip, runs_width
@@ -90,7 +91,10 @@ class SessionTabs(Bar):
         ground = " on empty-chip" if current else ""
         title = f"{clip(session.title, letters)} " if letters else ""
         number = self.app.chats.number(session)
-        runs: list[Run] = [(f" #{number} {title}", ("bold ink" if current else "dim") + ground)]
+        runs: list[Run] = [
+            (f" #{number} ", ("bold " if current else "") + owner_style(number - 1) + ground),
+            (title, ("bold ink" if current else "dim") + ground),
+        ]
         state, tone = state_and_tone
         if state:
             runs.append((state + " ", tone + ground))

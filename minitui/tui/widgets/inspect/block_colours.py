@@ -9,9 +9,10 @@ import numpy as np
 
 from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from minitui.tui.glyphs import glyphs
-from minitui.tui.theme import HEAT, OWNER_COLOURS
+from minitui.tui.theme import HEAT, OWNER_COLOURS, owner_style
 from minitui.tui.widgets.chat import occupancy
 from minitui.tui.widgets.rows import Run, runs_width
+from minitui.viewmodel.state.annotated_state import STATE_NAMES
 from minitui.viewmodel.view import View
 
 FILLING = 4  # code of an active block with free places for tokens; the other codes are in engine.trace.views
@@ -58,24 +59,30 @@ def by_owner(view: View) -> Layer:
     free, cached, shared = map(occupancy.look, (FREE, CACHED, SHARED))
     looks = [free, cached, shared]
     letters = [_letter(view.texts.group_name(group), i) for group, i in groups.items()]
-    looks += [(letter, f"on-fill on owner-{i % OWNER_COLOURS}") for i, letter in enumerate(letters)]
+    held = np.bincount(owner[owner >= 0], minlength=len(groups))
+    largest = set(np.argsort(-held, kind="stable")[:OWNER_COLOURS].tolist())
+    fills = [
+        f"on-fill on {owner_style(view.texts.colour(group)) if group and i in largest else 'owner-none'}"
+        for group, i in groups.items()
+    ]
+    looks += list(zip(letters, fills, strict=True))
     codes = np.where(owner >= 0, owner + 3, np.where(owner == -2, 2, np.where(shown.node_of > 0, 1, 0)))
     legend = [_entry(*shared, "several"), _entry(*cached, "cached"), _free()]
-    for group, i in groups.items():
+    for group, i in sorted(groups.items(), key=lambda item: -held[item[1]]):
         name = view.texts.group_name(group)
         # The letter already shows the number in the name.
         named = name.removeprefix("#").removeprefix(letters[i] + " ")[:16].rstrip()
-        legend.append(_entry(letters[i], f"on-fill on owner-{i % OWNER_COLOURS}", named or "no name"))
+        legend.append(_entry(*looks[i + 3], named or "no name"))
     return Layer(codes, looks, legend)
 
 
 def by_age(view: View) -> Layer:
     shown = view.moment.shown
     older = np.searchsorted(np.array(AGES), view.moment.picture_now - shown.changed)
-    codes = np.where(shown.codes == FREE, 0, older + 1)
-    ages = [(DIGITS[i], f"on-fill on heat-{i}") for i in range(HEAT)]
+    codes = np.where(shown.codes == FREE, 0, (shown.codes.astype(np.int64) - 1) * HEAT + older + 1)
+    ages = [(DIGITS[i], f"on-fill on {STATE_NAMES[c]}-heat-{i}") for c in (ACTIVE, SHARED, CACHED) for i in range(HEAT)]
     words = ("changed <1 s ago", "<5 s", "<15 s", "<1 min", "<5 min", "longer ago")
-    legend = [*(_entry(*age, word) for age, word in zip(ages, words, strict=True)), _free()]
+    legend = [*(_entry(*age, word) for age, word in zip(ages[:HEAT], words, strict=True)), _free()]
     return Layer(codes, [_free()[0], *ages], legend)
 
 
@@ -83,9 +90,10 @@ def by_refs(view: View) -> Layer:
     shown = view.moment.shown
     holders = shown.holders
     free, cached = occupancy.look(FREE), occupancy.look(CACHED)
-    one, several, many = (f"on-fill on {fill}" for fill in ("active", "shared", "shared-glow"))
+    one, several, many = (f"on-fill on {fill}" for fill in ("active", "shared", "shared-heat-0"))
     codes = np.where(holders > 0, np.minimum(holders, 10) + 1, np.where(shown.node_of > 0, 1, 0))
-    looks = [free, cached, ("1", one), *((DIGITS[i], several) for i in range(2, 10)), ("+", many)]
+    shades = [(DIGITS[i], f"on-fill on shared-heat-{max(1, HEAT + 1 - i)}") for i in range(2, 10)]
+    looks = [free, cached, ("1", one), *shades, ("+", many)]
     legend = [
         _entry("1", one, "held by one request"), _entry("2-9", several, "by 2 to 9"),
         _entry("+", many, "by ten or more"), _entry(*cached, "by none: cached"), _free(),

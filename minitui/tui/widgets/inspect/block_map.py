@@ -8,6 +8,7 @@ colourings: by state, owner, age, or reference count; each has its own glyphs.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import ClassVar
@@ -106,20 +107,26 @@ def blocks_to_show(total: int, last_used: int, room: int) -> int:
     """Returns how many blocks to show of a pool of `total` blocks in `room` cells.
 
     If the pool has more blocks than cells, this is the smallest of 64, 128, 256, … that is at least 1.1 times
-    `last_used`, the number of the last used block: the other blocks are free. If this number is more than `room`, all
-    blocks are shown.
+    `last_used`, the number of the last used block: the other blocks are free. If this number is more than `room`, each
+    cell shows the fewest blocks with which these fit.
     """
+    room = max(1, room)
     if total <= room:
         return total
     shown = FEWEST_SHOWN
     while shown < last_used * 1.1:
         shown *= 2
-    return shown if shown <= room else total
+    return shown if shown <= room else min(total, room * math.ceil(last_used * 1.1 / room))
 
 
 def _in_eights(cells: int) -> int:
     """Returns the largest multiple of 8 that is at most `cells`; `cells` itself if there are fewer than 8."""
     return cells - cells % 8 if cells > 8 else cells
+
+
+def plain_fills() -> bool:
+    """Returns True if colours alone may tell the states of blocks."""
+    return glyphs() is not ASCII and "NO_COLOR" not in os.environ
 
 
 PAIR = 1 << 20  # more than the greatest value of a cell
@@ -211,7 +218,8 @@ tokens.""")
     def _title(self, shown: AnnotatedState, width: int) -> str:
         g = self.grid
         if g.k > 1:
-            return f"KV blocks · 1 {'half ' if g.halves > 1 else ''}cell = {g.k} blocks"
+            of = f" of the first {g.blocks:,}" if g.blocks < shown.total else ""
+            return f"KV blocks · 1 {'half ' if g.halves > 1 else ''}cell = {g.k}{of} blocks"
         if self.zoomed_at is not None:
             return f"KV blocks · {g.first:,} to {g.first + g.blocks - 1:,} of {shown.total:,}"
         if g.blocks < shown.total:
@@ -221,7 +229,7 @@ tokens.""")
 
     def _grid(self, view: View, width: int, height: int) -> Grid:
         # Half blocks have no signs inside, only fills.
-        halves = 1 if glyphs() is ASCII or "NO_COLOR" in os.environ else 2
+        halves = 2 if plain_fills() else 1
         total, room = view.moment.shown.total, width * height * halves
         if self.zoomed_at is None:
             in_use = np.flatnonzero(view.moment.shown.codes)
@@ -357,6 +365,8 @@ def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int, 
         glyph, style = looks[value >> 4]
         glow = (value >> 1) & 3
         solid = style == "active"  # the glyph fills the cell
+        if glow != 3 and " owner-" in style and plain_fills():
+            glyph = " "  # the letter of an owner is only under the cursor
         if glow == 3:
             glyph = glyphs().finished if solid else glyph
             style, solid = f"{style.split()[-1]} on ink", False

@@ -11,7 +11,7 @@ from textual.binding import Binding
 
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
-from minitui.tui.theme import LIT
+from minitui.tui.theme import LIT, owner_style
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clip, fitting, legend, wrapped
 from minitui.viewmodel.view import View
@@ -53,8 +53,8 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
         computed = view.moment.shown.state.computed(request)
         lane = view.history.lanes.lanes.get(request.id)
         shared = sum(view.moment.shown.state.holders[block] > 1 for block in request.table)
-        line = Row(f"r{request.id}", "bold accent" if view.selection is not None else "bold ink")
-        name = view.texts.group_name(request.group) if request.group else ""
+        line = self._label(view, request.id, request.group)
+        name = view.texts.title(request.group) if request.group else ""
         blocks, tokens = count(len(request.table), "block"), count(computed, "token")
         others = f", {shared} shared" if shared else ""
         texts = [f"  {blocks} for {tokens}{others}", f"  {blocks}, {tokens}{others}", f"  {blocks}{others}"]
@@ -76,6 +76,10 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
         )
         return Picture(rows, title=title, note=note, legend=key)
 
+    def _label(self, view: View, id: int, group: str) -> Row:
+        under = "underline " if view.selection is not None else ""
+        return Row(view.texts.request(id), f"bold {under}{owner_style(view.texts.colour(group))}")
+
     def _without_table(self, view: View, id: int | None, width: int, height: int) -> Picture:
         lane = view.history.lanes.lanes.get(id) if id is not None else None
         last = view.moment.shown.last_tables.get(lane.group) if lane is not None else None
@@ -89,7 +93,7 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
             return Picture(wrapped(text, "dim", width), title="Block table")
         fates = [view.moment.shown.fate(block, last.seq) for block in last.table]
         in_tree = sum(fate in ("cached", "held") for fate in fates)
-        line, name = Row(f"r{lane.id}", "bold ink"), view.texts.group_name(lane.group)
+        line, name = self._label(view, lane.id, lane.group), view.texts.title(lane.group)
         of = f"{in_tree} of {len(fates)} blocks"
         texts = [f"  finished: {of} stay in the tree", f"  {of} cached"]
         head = _head(line, name, texts, "", width, height)

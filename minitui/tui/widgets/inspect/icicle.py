@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
-from minitui.tui.theme import LIT
+from minitui.tui.theme import LIT, owner_style
 from minitui.tui.widgets.base import selected
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, cut, fit, whole_words
 from minitui.viewmodel.state.side_groups import kept_ends
@@ -25,6 +25,8 @@ NAMES = 14  # columns for the names of requests at the right of the longest bran
 RANK = 9  # columns for the order of eviction
 LEAST = 3  # columns: a narrower bar has no text
 WORDS = 8  # columns: a shorter piece of a bar has no words
+MOVE_S = 0.3  # the branches of a node that was split, and an evicted text, move for this time
+MOVE = 4  # columns
 AXIS = 12  # columns between two marks of the axis
 
 Marks = Callable[[int, int], Sequence[tuple[int, str, str]]]
@@ -43,8 +45,10 @@ class Bar:
     first: int = 0  # the first row
     rows: int = 1
     name: str = ""  # behind the bar
+    ink: str = "ink"  # the style of the name: the colour of the chat
     rank: str = ""  # at the right edge
     kept: Sequence[tuple[int, str]] = ()  # what the side groups hold of the node (kept_ends)
+    moved: int = 0  # columns to the right of its place
 
 
 @dataclass(slots=True)
@@ -56,6 +60,7 @@ class Icicle:
     per_column: float = 1.0  # tokens
     hidden: int = 0  # branches without a row
     apart: int = 1  # lines from a row of bars to the next
+    moving: bool = False  # bars will be at other places in the next frame
 
     def at(self, column: int, row: int) -> Bar | None:
         """Returns the bar at a cell. Row 0 is the axis."""
@@ -65,9 +70,10 @@ class Icicle:
 
 
 def icicle(
-    view: View, nodes: Sequence[TreeRow], marks: Marks, width: int, height: int
-) -> Icicle:
+    view: View, nodes: Sequence[TreeRow], marks: Marks, width: int, height: int, split: int = 0, age: float = 1.0,
+) -> Icicle:  # fmt: skip
     """Returns the picture of these nodes, which are in tree order: at most `height` rows, the first one the axis.
+    `split`: the node that was split `age` seconds ago: its branches still move to their places.
     `marks`: of a node that begins at a token: (position in it, role, text) for each role that begins inside."""
     state = view.moment.shown.state
     found, placed = Icicle(), _Rows()
@@ -76,18 +82,25 @@ def icicle(
     for request in state.requests.values():
         at_node.setdefault(request.node, []).append(request.id)
     ends: dict[int, int] = {0: 0}
+    moved = {split: round(MOVE * max(0.0, 1 - age / MOVE_S))} if split else {}
+    found.moving = any(moved.values())
 
     def own_tokens(node: int) -> None:
         for id in at_node.get(node, ()):
-            tokens = state.computed(state.requests[id])
+            request = state.requests[id]
+            tokens = state.computed(request)
             if node or tokens:
-                begin = ends[node]
-                placed.add(Bar("request", id, begin, max(begin, tokens), "active", "", name=_name(view, id)), begin)
+                begin, ink = ends[node], owner_style(view.texts.colour(request.group))
+                bar = Bar("request", id, begin, max(begin, tokens), "active", "", name=view.texts.request(id), ink=ink)
+                bar.moved = moved.get(node, 0)
+                placed.add(bar, begin)
 
     for i, node in enumerate(nodes):
         begin = ends.get(state.nodes[node.node].parent, 0)
         ends[node.node] = end = begin + node.tokens
         bar = Bar("node", node.node, begin, end, _style(view, node), f"node {node.node}" if node.name else node.text)
+        bar.moved = moved.get(state.nodes[node.node].parent, 0)
+        moved.setdefault(node.node, bar.moved)
         if node.rank and (i + 1 == len(nodes) or nodes[i + 1].depth <= node.depth):
             bar.rank = f"evict {node.rank:,}"
         bar.kept = kept_ends(state, state.nodes[node.node]) if state.groups else ()
@@ -97,7 +110,7 @@ def icicle(
     next_row = len(placed.reach)
     room = height - 1
     gone: dict[tuple[int, int], int] = {}  # (node, parent) -> tokens
-    for last in view.moment.just_evicted():
+    for last in (just_evicted := view.moment.just_evicted()):
         gone[last.node, last.parent] = gone.get((last.node, last.parent), 0) + last.tokens
     evicted = list(gone.items())[-max(1, room // 3) :]
     if evicted:
@@ -108,7 +121,10 @@ def icicle(
         for row, ((last_of, parent), tokens) in enumerate(evicted, keeps):
             begin = ends.get(last_of, ends.get(parent, 0))
             words = f"{glyphs().times} {count(tokens, 'token')} just evicted"
-            bars.append(Bar("evicted", last_of, begin, begin + tokens, "bad", words, row))
+            away = 0.0 if view.moment.still or len(just_evicted) > 1 else view.moment.age(just_evicted[0].t) / MOVE_S
+            found.moving |= 0 < away < 1
+            moved_by = round(MOVE * min(1.0, away))
+            bars.append(Bar("evicted", last_of, begin, begin + tokens, "bad", words, row, moved=moved_by))
         next_row += len(evicted)
     found.hidden = max(0, next_row - room)
     most = max((bar.end for bar in bars if bar.first < room), default=1)
@@ -118,7 +134,7 @@ def icicle(
     found.apart = 2 if 2 * next_row - 1 <= room else 1
     for y in range(min(next_row, room)):
         in_row = [bar for bar in bars if bar.first <= y < bar.first + bar.rows]
-        found.rows.append(_row(in_row, y, found.per_column, marks, width))
+        found.rows.append(_row(in_row, y, found.per_column, marks, width, close=found.apart == 1))
         if found.apart == 2 and y + 1 < next_row:  # a gap, which does not divide the bars of both rows
             both = [bar for bar in in_row if y + 1 < bar.first + bar.rows]
             found.rows.append(_row(both, y + 1, found.per_column, marks, width))
@@ -148,12 +164,6 @@ class _Rows:
             self._path.append(bar)
 
 
-def _name(view: View, id: int) -> str:
-    request = view.moment.shown.state.requests[id]
-    number = view.texts.group_name(request.group).split(" ")[0] if request.group else ""
-    return f"{number}·r{id}" if number.startswith("#") else f"r{id}"
-
-
 def _style(view: View, node: TreeRow) -> str:
     """Returns the style of a node's bar: its fill says who uses it; what has changed or is selected is brighter."""
     shown = view.moment.shown
@@ -181,16 +191,20 @@ def _axis(per_column: float, columns: int, width: int) -> Runs:
 
 def _row(
     bars: Sequence[Bar], y: int, per_column: float, marks: Marks,
-    width: int,
+    width: int, close: bool = False,
 ) -> Runs:  # fmt: skip
+    """Returns row `y` of the bars. `close`: there is no gap between rows, so a line ends each bar."""
     g = glyphs()
     row = Row()
-    name = rank = ""
+    name = rank = ink = ""
     for bar in sorted(bars, key=lambda bar: bar.begin):
-        at = max(row.width, round(bar.begin / per_column))
-        room = max(bar.end > bar.begin, round(bar.end / per_column) - at)
+        at = max(row.width, round(bar.begin / per_column) + bar.moved)
+        room = max(bar.end > bar.begin, round(bar.end / per_column) + bar.moved - at)
         row.to(at)
         rank = bar.rank if bar.first == y else rank
+        style = bar.style
+        if close and y == bar.first + bar.rows - 1 and not style.startswith("bold"):
+            style = f"underline {style.removeprefix('underline ')}"  # a line to the bar below
         if bar.kind == "evicted":
             left = width - at - 1
             room = max(1, min(room, left - len(bar.text)))
@@ -198,22 +212,22 @@ def _row(
             continue
         if bar.kind == "request":
             row.add(g.filling * room, "active")
-            name = bar.name
+            name, ink = bar.name, bar.ink
             continue
         if bar.first != y or room < LEAST:
-            row.add(" " * room, bar.style)
+            row.add(" " * room, style)
             continue
-        own = Row("▏" if bar.begin else " ", bar.style)
-        _text(own, bar, room - 1, per_column, marks(bar.id, bar.begin))
+        own = Row("▏" if bar.begin else " ", style)
+        _text(own, bar, style, room - 1, per_column, marks(bar.id, bar.begin))
         row.extend(_marked(own.runs, bar, per_column) if bar.kept else own.runs)
     if name:
-        row.add(" " + name, "bold ink")
+        row.add(" " + name, f"bold {ink}")
     if rank:
         row.to(width - RANK + 1).add(cut(rank, RANK - 1), "hit")
     return row.done(width)
 
 
-def _text(row: Row, bar: Bar, room: int, per_column: float, marks: Sequence[tuple[int, str, str]]) -> None:
+def _text(row: Row, bar: Bar, style: str, room: int, per_column: float, marks: Sequence[tuple[int, str, str]]) -> None:
     """Add the text of a node in `room` cells, with the roles where they begin."""
     begin = row.width
     pieces = [(round(at / per_column), role, text) for at, role, text in marks]
@@ -225,13 +239,13 @@ def _text(row: Row, bar: Bar, room: int, per_column: float, marks: Sequence[tupl
         label = f"{'▏' if i else ''}{role} " if role else ""
         if piece < len(label):
             label = ""
-        row.add(label, _strong(bar.style))
+        row.add(label, _strong(style))
         piece -= len(label)
         if piece > 0:
             words = whole_words(clean(bar.text if i == 0 else text), piece) if piece >= WORDS else ""
-            row.add(fit(words, piece, glyphs().dots), bar.style)
+            row.add(fit(words, piece, glyphs().dots), style)
     if row.width < begin + room:
-        row.add(" " * (begin + room - row.width), bar.style)
+        row.add(" " * (begin + room - row.width), style)
 
 
 def _marked(runs: Sequence[Run], bar: Bar, per_column: float) -> list[Run]:

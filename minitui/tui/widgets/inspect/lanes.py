@@ -13,18 +13,22 @@ from textual.binding import Binding
 
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
+from minitui.tui.theme import owner_style
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
 from minitui.tui.widgets.inspect.vitals import spark
 from minitui.tui.widgets.rows import Row, Run, Runs, fit, fitting, legend, runs_width
+from minitui.viewmodel.explain.stalls import Stall, worst_stall
 from minitui.viewmodel.history.lane import DECODING, FINISHED, GAINING, NOTHING, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.viewmodel.history.lanes import LaneRows
 from minitui.viewmodel.view import View
 
 SPAN_SECONDS = 10.0
-STEPS_PER_COLUMN = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+STALL_SECONDS = 1.0  # between two searches for the worst stall
+STALL, STALL_WORDS = PREEMPTED + 1, PREEMPTED + 2  # codes of cells, besides those of lanes
+STEPS_PER_COLUMN = (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500)
 STYLES = {
     NOTHING: "ink", QUEUED: "dim", DECODING: "decode", GAINING: "draft", PREFILLING: "prefill", FINISHED: "good",
-    PREEMPTED: "bad",
+    PREEMPTED: "bad", STALL: "bad", STALL_WORDS: "bold on-fill on bad",
 }  # fmt: skip
 WORDS = {
     PREFILLING: "prefill", DECODING: "decode", QUEUED: "waits", PREEMPTED: "preempted", FINISHED: "done",
@@ -38,13 +42,15 @@ class BatchLanes(LinePanel):
     NEEDS_STATE = True
     help_text = paragraphs("""\
 Continuous batching. Each line is a request, each column one or more steps. A request first waits, then its prompt is
-prefilled (many tokens per step), then it decodes until it finishes. Requests join and leave
-between any two steps; no request waits for the slowest request of a batch. The first row is the time: -2 s is two
-seconds before the last step. The second row has a bar for the duration of each step; for a column of several steps,
-of the slowest. A full bar is the longest duration in sight; the last row says how long it is. × means preempted: the
-pool was full and the request released its blocks. With more requests than lines, a line is reused when its request has
-finished: "r9 +2" means that r9 uses the line now, and that two finished requests used it before. If you select one of
-these two, the label names that request.""")
+prefilled (many tokens per step), then it decodes until it finishes. Requests join and leave between any two steps; no
+request waits for the slowest request of a batch. The longest gap between two tokens in sight is red if it is a stall,
+at least twice as long as the median of its request; behind it are its length and its largest cause. With more requests
+than lines, those that decode in all steps in sight have no line: the last row counts them. The first row is the time:
+-2 s is two seconds before the last step. The second row has a bar for the duration of each step; for a column of
+several steps, of the slowest. A full bar is the longest duration in sight; the last row says how long it is. × means
+preempted: the pool was full and the request released its blocks. With more requests than lines, a line is reused when
+its request has finished: "r9 +2" means that r9 uses the line now, and that two finished requests used it before. If you
+select one of these two, the label names that request. A label has the colour of its chat.""")
     BINDINGS: ClassVar = [
         Binding("up", "choose(-1)", "request above", show=False, id="lanes.up"),
         Binding("down", "choose(1)", "request below", show=False, id="lanes.down"),
@@ -67,12 +73,16 @@ these two, the label names that request.""")
         self.columns = 0
         self.label = 5  # cells for the labels at the left
         self.rows = LaneRows()
+        self.stall: Stall | None = None  # the worst one in sight
+        self._stall_of: object = None  # what it was computed for
+        self._says_why = False  # its cause is beside it
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         named = width >= 84
-        lanes = view.history.lanes.lanes
-        widest = len(str(max(lanes))) if lanes else 1
-        self.label = max(9, widest + 5) + (11 if named else 0)
+        lanes = view.history.lanes
+        newest = [lanes.newest, *lanes.active]
+        widest = max(len(view.texts.request(id)) for id in newest)
+        self.label = max(9, widest + 4) + (11 if named else 0)
         self.columns = max(1, width - self.label)
         horizon = view.moment.horizon
         self._choose_k(view, horizon)
@@ -80,7 +90,9 @@ these two, the label names that request.""")
         self.first_step = (last_column - self.columns + 1) * self.k
         end = min(horizon, self.first_step + self.k * self.columns - 1)
         scale = (self.back, self.k)
-        self.rows.place(view.history.lanes, max(0, height - 3), self.first_step, end, scale, selected(view, "request"))
+        self.rows.place(lanes, max(0, height - 3), self.first_step, end, scale, selected(view, "request"))
+        self._find_stall(view, end)
+        self._says_why = False
         rows: list[Runs] = [self._scale(view, width, horizon), self._slowest(view, width, horizon)]
         rows += [self._row(view, slot, width, horizon, named) for slot in self.rows.slots]
         rows.append(self._rest(view, width, end))
@@ -96,11 +108,23 @@ these two, the label names that request.""")
         entries = [(marks[code], STYLES[code], word) for code, word in WORDS.items() if code != left_out]
         if any(lane.gains for lane in view.history.lanes.active.values()):
             entries.append((glyphs().gaining, "draft", "drafts accepted"))
+        if self.stall is not None:
+            entries.insert(0, (glyphs().busy, "bad", "longest gap"))
         if any(len(slot) > 1 for slot in self.rows.slots):
             with_note = legend(("+2", "ink", "2 finished before"), *entries)
             if runs_width(with_note) <= width - 4:
                 return with_note
         return legend(*entries)
+
+    def _find_stall(self, view: View, end: int) -> None:
+        """Find the worst stall in sight, of a moving picture once in STALL_SECONDS."""
+        of = (end, self.first_step) if view.moment.still else int(view.moment.now / STALL_SECONDS)
+        if of == self._stall_of:
+            return
+        self._stall_of = of
+        known = view.history.lanes.lanes
+        lanes = (known[id] for slot in self.rows.slots for id in slot if view.moment.begun(known[id]))
+        self.stall = worst_stall(view, lanes, max(0, self.first_step), end)
 
     def _choose_k(self, view: View, horizon: int) -> None:
         if self.fixed_k is not None:
@@ -164,12 +188,13 @@ these two, the label names that request.""")
         lit = owner.id in view.links.requests
         ground = " on select" if lit else ""
         live = owner.finish_step > horizon
-        row = Row(f"r{owner.id}", ("bold accent" if lit else "ink" if live else "dim") + ground)
+        ink = owner_style(view.texts.colour(owner.group))
+        row = Row(view.texts.request(owner.id), ("bold underline " if lit else "bold " if live else "") + ink + ground)
         if len(seen) > 1:
             row.add(f" +{len(seen) - 1}", "dim" + ground)
         if named:
             row.to(self.label - 11, " ", "ink" + ground)
-            row.add(fit(view.texts.group_name(owner.group), 10), ("ink" if lit else "dim") + ground)
+            row.add(fit(view.texts.title(owner.group), 10), ("ink" if lit else "dim") + ground)
         row.to(self.label, " ", "ink" + ground)
         cells = [(NOTHING, False)] * self.columns
         for lane in seen:
@@ -183,6 +208,8 @@ these two, the label names that request.""")
             if 0 <= x < self.columns:
                 cells[x] = (cells[x][0], True)
         names = self._names(cells, [lane for lane in seen if lane is not owner and lane.finish_step <= horizon])
+        if self.stall is not None and self.stall.lane.id in slot:
+            cells, names = self._with_stall(cells, names, self.stall)
         marks = _marks()
         start = 0
         for x in range(1, self.columns + 1):
@@ -192,7 +219,8 @@ these two, the label names that request.""")
                 continue
             code, lit = cells[start]
             text = names.get(start) or marks[code] * (x - start)
-            row.add(text, ("dim" if start in names else STYLES[code]) + (" on select" if lit else ""))
+            style = STYLES[code] if start not in names or code == STALL_WORDS else "dim"
+            row.add(text, style + (" on select" if lit else ""))
             start = x
         return row.done(width)
 
@@ -204,6 +232,30 @@ these two, the label names that request.""")
             if at > 0 and at + len(name) < self.columns and {*cells[at : at + len(name) + 1]} == {(NOTHING, False)}:
                 names[at] = name
         return names
+
+    def _with_stall(
+        self, cells: list[tuple[int, bool]], names: dict[int, str], stall: Stall
+    ) -> tuple[list[tuple[int, bool]], dict[int, str]]:
+        """Returns the cells with those of the stall marked, and the names with its words beside it, where these hide no
+        other sign than decodes."""
+        first, last = ((step - self.first_step) // self.k for step in (stall.gap.since + 1, stall.gap.step))
+        if last < 0 or first >= self.columns:
+            return cells, names
+        first, last = max(0, first), min(last, self.columns - 1)
+        cells = list(cells)
+        for x in range(first, last + 1):
+            if cells[x][0] not in (PREFILLING, PREEMPTED, FINISHED) or x == first == last:
+                cells[x] = (STALL, cells[x][1])
+        for words in (stall.words, stall.words.partition(":")[0]):
+            words = f" {words} "
+            for at in (last + 1, first - len(words)):
+                there = cells[at : at + len(words)] if at >= 0 else []
+                if len(there) == len(words) and {code for code, _ in there} <= {DECODING, GAINING, NOTHING}:
+                    cells[at : at + len(words)] = [(STALL_WORDS, lit) for _, lit in there]
+                    self._says_why = ":" in words
+                    kept = {x: name for x, name in names.items() if x + len(name) <= at or x >= at + len(words)}
+                    return cells, kept | {at: words}
+        return cells, names
 
     def _rest(self, view: View, width: int, end: int) -> Runs:
         """Returns the last row: the number of requests without a row, by phase."""
@@ -219,14 +271,20 @@ these two, the label names that request.""")
             later = [lane for lane in view.history.lanes.ended_since(end + 1) if lane.id not in shown]
             ended += sum(lane.id not in requests and view.moment.begun(lane) for lane in later)
         prefilling = len(hidden) - decoding - waiting
-        counts = ((decoding, "decoding"), (prefilling, "prefilling"), (waiting, "waiting"), (ended, "done"))
+        steady = all(lanes[r.id].steady(self.first_step, end) for r in hidden if r.joined_at >= 0)
+        decode = "decode throughout" if steady else "decoding"
+        counts = ((decoding, decode), (prefilling, "prefilling"), (waiting, "waiting"), (ended, "done"))
         row = Row()
         if parts := [f"{n:,} {word}" for n, word in counts if n]:
             texts = ("+ " + ", ".join(parts), "+ " + ", ".join(part.removesuffix("ing") for part in parts))
             row.add(fitting(width, *texts), "dim")
         took = view.history.steps.column("took")[view.history.steps.indices(self.first_step, end)]
         took = took[took > 0]
-        if len(took):
+        if self.stall is not None and not self._says_why:
+            text = f"{view.texts.request(self.stall.lane.id)}: {self.stall.words}"
+            if row.width + len(text) + 3 <= width:
+                row.right(text, width, "bad")
+        elif len(took):
             text = f"duration of these steps: {ms(took.min())} to {ms(took.max())} ms"
             if row.width + len(text) + 3 <= width:
                 row.right(text, width, "dim")
@@ -297,6 +355,7 @@ these two, the label names that request.""")
 def _marks() -> dict[int, str]:
     g = glyphs()
     return {
+        STALL: g.busy, STALL_WORDS: " ",
         NOTHING: " ", QUEUED: g.queued, DECODING: g.decode, GAINING: g.gaining, PREFILLING: g.prefill,
         FINISHED: g.finished, PREEMPTED: g.preempted,
     }  # fmt: skip

@@ -10,6 +10,7 @@ from textual.binding import Binding
 
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
+from minitui.tui.theme import owner_style
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs, selected
 from minitui.tui.widgets.inspect.timeline import TimelineOpened
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, first_rows, fit
@@ -218,10 +219,17 @@ selection, Enter opens the timeline of the request with the longest gap.""")
             value = column.value(figures)
             style = ("ink" if figures.live else "dim") + ground
             if column.name == "chat":
-                row.add(fit(clean(view.texts.group_name(figures.lane.group)), column.width - 1, glyphs().dots), style)
+                row.add(fit(clean(view.texts.title(figures.lane.group)), column.width - 1, glyphs().dots), style)
             elif column.words:
-                style = (STATES.get(figures.state, "dim") + ground) if column.name == "state" else style
-                row.add(fit(column.text(value), column.width - 1, glyphs().dots), style)
+                text = column.text(value)
+                if column.name == "state":
+                    style = STATES.get(figures.state, "dim") + ground
+                elif column.name == "request":
+                    label = view.texts.request(figures.id)
+                    text = label if len(label) < column.width else text
+                    ink = owner_style(view.texts.colour(figures.lane.group))
+                    style = ("bold " if figures.live else "") + ink + ground
+                row.add(fit(text, column.width - 1, glyphs().dots), style)
             else:
                 text = glyphs().dash if value is None else column.text(value) + "+" * _so_far(figures, column.name)
                 if value is not None and ((worst and column.name == "longest") or (waited and column.name == "first")):

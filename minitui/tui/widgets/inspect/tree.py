@@ -9,6 +9,7 @@ the next allocations take.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import ClassVar
 
 from textual import events
@@ -99,6 +100,8 @@ node of which the running step still computes blocks. A large panel (z) also has
     nodes: Sequence[int] = ()  # the node of each row of the tree
     bottom = 0  # the first row below the tree
     icicle: Icicle | None = None  # None: a table is shown
+    _seen: AbstractSet[int] = frozenset()  # the nodes of the last picture as bars
+    _split: tuple[int, float] = (0, -1e9)  # the node that was split last, and when it was first drawn
     below: Sequence[int] = ()  # the node of each row from `bottom` on; 0: none
 
     def picture(self, view: View, width: int, height: int) -> Picture:
@@ -110,6 +113,7 @@ node of which the running step still computes blocks. A large panel (z) also has
         picture = view.moment.tree.picture(shown, view.texts.decode, room, pinned, self.search, self.everything)
         self.nodes = [row.node for row in picture.rows]
         self.icicle = self._icicle(view, picture, width, room + 1)
+        self.moving = self.icicle is not None and self.icicle.moving
         self.top = max(0, min(self.top, len(picture.rows) - room))
         if chosen in self.nodes:
             at = self.nodes.index(chosen)
@@ -163,7 +167,11 @@ node of which the running step still computes blocks. A large panel (z) also has
         def roles(node: int, begin: int) -> Sequence[tuple[int, str, str]]:
             return view.moment.tree.roles(nodes[node], begin, view.texts.decode)
 
-        return icicle(view, picture.rows, roles, width, height)
+        now, before, self._seen = view.moment.now, self._seen, {row.node for row in picture.rows}
+        new = (node for node in self._seen - before if not before.isdisjoint(nodes[node].children))
+        if now - self._split[1] > 1.0 and not view.moment.still and (node := next(new, 0)):
+            self._split = node, now
+        return icicle(view, picture.rows, roles, width, height, self._split[0], now - self._split[1])
 
     def _head(self, width: int) -> Runs:
         at = width - sum(w for _, w in self._columns(width))
@@ -273,7 +281,7 @@ node of which the running step still computes blocks. A large panel (z) also has
             text = clean(node.text).lstrip(glyphs().dots)
             if node.name:
                 text = f"{count(node.tokens, 'token')} · {node.name}" if each >= 40 else node.name
-                text = whole_words(text, each - 3)  # no number is cut
+                text = text if len(text) <= each - 3 else f"node {node.node}"
             row.add(f"{node.rank} ", "hit").add(role, ROLE_STYLES.get(node.role, "dim"))
             row.add(fit(text, each - 3 - len(role), glyphs().dots) + " ", "dim")
         return row.done(width)

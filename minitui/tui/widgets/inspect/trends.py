@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 from textual.binding import Binding
 
-from minitui.text import ms, short
+from minitui.text import count, ms, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.chart import LABEL, Scale, bars, scale_of
@@ -24,7 +24,7 @@ STYLES = {
     "pool": "pool",
     "queue": "waiting",
 }
-NAMES = {15: "15 seconds", 60: "1 minute", 300: "5 minutes", 1800: "30 minutes", 7200: "2 hours"}
+TICKS = 5  # the most times below a chart
 
 
 class TrendCharts(LinePanel):
@@ -33,10 +33,9 @@ class TrendCharts(LinePanel):
     TITLE = "Trends"
     NEEDS_STATE = True
     help_text = paragraphs("""\
-One chart for each figure, over 15 seconds, 1 minute, 5 minutes, 30 minutes or 2 hours: at first the shortest span that
-shows the whole run. In each column the solid part is p50, the
-median, and the shaded part ends at p99: one value in a hundred is higher. For cache hits the bad values are the low
-ones, so p1 is the solid part and p50 is the end of the shaded part.
+One chart for each figure, over 3 seconds to 2 hours: at first the shortest span that shows the whole run. In each
+column the solid part is p50, the median, and the shaded part ends at p99: one value in a hundred is higher. For cache
+hits the bad values are the low ones, so p1 is the solid part and p50 is the end of the shaded part.
 
 "First token" is the time from a question to the first token of its answer: queue + prefill. "Token gaps" are the times
 between two tokens of a request, also if it was preempted between them. "Hit of a prompt" is the share of one prompt
@@ -90,8 +89,8 @@ larger than the usual one, the scale is logarithmic.""")
         rows.append(self._axis(now, width, cursor))
         g = glyphs()
         arrows = "← → cursor · ↑ ↓ span" if g.rule != "-" else "< > cursor | ^ v span"
-        note: list[Run] = [(NAMES[self.span], "ink"), *self.own_key(f"{arrows} · enter jump")]
-        key = legend((g.busy, "ink", "p50"), (g.cached, "ink", "up to p99"))
+        note: list[Run] = [(_name(self.span), "ink"), *self.own_key(f"{arrows} · enter jump")]
+        key = legend((g.busy, "ink", "p50"), (g.prefill, "ink", "up to p99"))
         return Picture(rows[:height], note=note, legend=[*key, ("  hits: p1, up to p50", "dim")])
 
     def _chart(
@@ -125,11 +124,13 @@ larger than the usual one, the scale is logarithmic.""")
     def _axis(self, now: float, width: int, cursor: int | None) -> Runs:
         """Returns the times below the columns, as minutes and seconds before the end of the picture."""
         row = Row("time", "dim").to(LABEL)
-        places = [0, self._columns // 4, self._columns // 2, 3 * self._columns // 4]
-        for x in places if cursor is None else [0, cursor]:
-            begin = float(self._ends[x - 1]) if x else float(self._ends[0]) - self.span / self._columns
-            text = _ago(now - (float(self._ends[x]) if x == cursor else begin))
-            at = LABEL + x * self._wide
+        step = next(span for span in (1, 2, *SPANS[1:]) if span * TICKS >= self.span)
+        ages = [float(age) for age in range(self.span - self.span % step, 0, -step)]
+        if cursor is not None:
+            ages = [now - float(self._ends[cursor])]
+        for age in ages:
+            x = cursor if cursor is not None else int(np.searchsorted(self._ends, now - age, "right"))
+            text, at = _ago(age), LABEL + x * self._wide
             if at >= row.width and at + len(text) <= LABEL + self._columns * self._wide - 5:
                 row.to(at).add(text, "bold accent" if x == cursor else "dim")
         return row.right("now", LABEL + self._columns * self._wide, "dim").done(width)
@@ -176,6 +177,12 @@ def _mark(metric: Metric, value: float) -> str:
     """Returns a value of the scale; empty for a fraction of a small number of requests."""
     whole = bool(metric.unit) or value >= 10 or value == round(value)
     return _number(metric, value) if whole else ""
+
+
+def _name(span: int) -> str:
+    """Returns the name of a span: "30 seconds", "5 minutes", "2 hours"."""
+    unit, seconds = next(unit for unit in (("hour", 3600), ("minute", 60), ("second", 1)) if span >= unit[1])
+    return count(span // seconds, unit)
 
 
 def _ago(seconds: float) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from textual.binding import Binding
 
 from minitui.text import duration
+from minitui.tui.theme import owner_style
 from minitui.tui.widgets.base import Opened, Picture, paragraphs, selected
 from minitui.tui.widgets.inspect.timing_rows import limit_rows
 from minitui.tui.widgets.inspect.waterfall_texts import (
@@ -38,6 +39,7 @@ NAMED = 110  # from this width on, the tracks of requests have names
 STEPS_SHOWN = 4  # at the automatic scale, about this many steps are in sight
 RECENT = 32  # steps that decide the automatic scale
 TRACKS = 5  # rows of scale, steps, host, device and pauses
+ROOMY = 28  # a panel with this many rows has three rows for the host and three for the device
 LOW = 16  # a panel with fewer rows leaves out empty tracks and parts without time
 
 
@@ -130,6 +132,9 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         named_spans = (("steps", numbered(steps, scale)), ("host", self.host), ("device", device), ("pauses", pauses))
         for name, spans in named_spans if pauses or height >= LOW else named_spans[:-1]:
             rows.append(self.track_row(name, track(spans, scale, cursor, labels), width))
+            if name in ("host", "device") and height >= ROOMY:
+                bare = self.track_row("", track(spans, scale, cursor, lambda span: ()), width)
+                rows[-1:] = [bare, rows[-1], bare]
         if self.cursor is not None:
             rows.append(at_cursor(self.cursor, scale.left, self.host, device, width))
         late = view.moment.since_result_ms
@@ -194,13 +199,13 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         self.lanes = alive[top : top + room - counted]
         rows = []
         for lane in self.lanes:
-            lit = lane.id in view.links.requests
-            name = f"r{lane.id}"
+            lit, ink = lane.id in view.links.requests, owner_style(view.texts.colour(lane.group))
+            name = view.texts.request(lane.id)
             if named:
-                name = fit(name, self.label - named) + fit(view.texts.group_name(lane.group), named - 1)
+                name = fit(name, self.label - named) + fit(view.texts.title(lane.group), named - 1)
             spans = line.request(lane, first, last)
             cells = track(spans, self.scale, self.cursor_column, request_labels, request=True)
-            rows.append(self.track_row(name, cells, width, "bold accent" if lit else "ink"))
+            rows.append(self.track_row(name, cells, width, "bold accent" if lit else ink))
         if counted:
             others = len(alive) - len(self.lanes)
             rows.append(Row(f"+ {others} more requests: up and down show them", "dim").done(width))
