@@ -179,7 +179,7 @@ async def test_a_selection_made_in_one_panel_is_seen_in_the_others(clock):
 
         def lit(panel) -> list[str]:
             shown = [run for row in panel.drawn_rows for run in row]
-            return [text for text, words in shown if "select" in words.split() or "accent" in words]
+            return [text for text, words in shown if {"select", "underline"} & {*words.split()} or "accent" in words]
 
         assert any(f"r{id}" in text for text in lit(lanes))
         assert any(f"r{id}" in text for text in lit(screen.query_one("#table")))

@@ -8,8 +8,9 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Static
+
+from minitui.tui.screens.dialogs import Overlay
 
 QUIET = 2  # modules of white around the code
 
@@ -29,7 +30,7 @@ def qr_rows(link: str) -> list[str]:
     return ["".join(cells[both] for both in zip(upper, lower, strict=True)) for upper, lower in pairs]
 
 
-class JoinScreen(ModalScreen[None]):
+class JoinScreen(Overlay[None]):
     """Any of its keys closes it."""
 
     BINDINGS: ClassVar = [Binding("escape,J,enter,space,q", "dismiss", "Close", show=False)]
