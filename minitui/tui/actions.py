@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from textual import events
+
 from minitui.tui.panels import BY_KEY, PANELS
+from minitui.tui.textual_insides import ESC, AltEscape
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,19 @@ def key_label(key: str) -> str:
     """Returns the first key of a binding, as printed on the keyboard."""
     first = key.split(",")[0]
     return KEY_NAMES.get(first, first)
+
+
+def key_press(label: str) -> events.Key:
+    """Returns the event of a key that `key_label`, or a hint such as "esc", names."""
+    named = next((key for key, name in KEY_NAMES.items() if name == label), {"esc": "escape"}.get(label, label))
+    return events.Key(named, label if len(label) == 1 else {"space": " "}.get(label))
+
+
+def alt_key(event: events.Key) -> list[events.Key]:
+    """Returns a key that was pressed with alt, in a terminal that reports this, as AltEscape and the key."""
+    name = event.key.removeprefix("alt+")
+    label = name.removeprefix("shift+").upper() if name.startswith("shift+") else KEY_NAMES.get(name, name)
+    return [event] if name == event.key or len(label) > 1 else [AltEscape("escape", ESC), key_press(label)]
 
 
 def complete_slash(text: str, actions: Sequence[Action]) -> list[Action]:

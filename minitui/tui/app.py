@@ -44,11 +44,9 @@ class MinituiApp(AppBase):
     CSS = """
     Screen { background: $ground; color: $ink; }
     ModalScreen { background: $ground 40%; }
-    Toast { background: $empty-chip; width: 44; }
-    ToastRack { align: right bottom; margin-bottom: 4; }  /* above the prompt */
-    InspectScreen ToastRack, LessonScreen ToastRack { margin: 0; }  /* over the hints, not the panels */
+    ToastRack { align: right bottom; margin: 0; }  /* over the hints, not the panels */
     ReplayScreen ToastRack { margin-bottom: 1; }  /* not over the bar of the recording */
-    InspectScreen Toast, LessonScreen Toast { width: auto; max-width: 100%; padding: 0 1; margin: 0; }
+    Toast { background: $empty-chip; width: auto; max-width: 100%; padding: 0 1; margin: 0; }
     .-ascii Prompt, .-ascii ModalScreen > Vertical { border: ascii $accent; }
     .-ascii Toast { border: none; }
     .-ascii Transcript:focus { border-left: ascii $accent; }

@@ -15,7 +15,9 @@ from typing import Any, ClassVar
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.driver import Driver
+from textual.drivers.web_driver import WebDriver
 from textual.filter import LineFilter
+from textual.screen import ModalScreen
 from textual.widgets import TextArea
 
 from engine.errors import EngineError
@@ -31,7 +33,7 @@ from minitui.settings import Settings
 from minitui.sources.base import Source
 from minitui.teaching.prediction import LETTERS, Poll
 from minitui.teaching.stage import THINK_SECONDS, Stage
-from minitui.tui.actions import ACTIONS, BY_ID, NEED_CONTROL, Action, key_label
+from minitui.tui.actions import ACTIONS, BY_ID, NEED_CONTROL, Action, alt_key, key_label, key_press
 from minitui.tui.frame_limiter import FrameLimiter
 from minitui.tui.glyphs import use_ascii
 from minitui.tui.heap import set_thresholds
@@ -39,6 +41,7 @@ from minitui.tui.line_filters import AsciiLines, VisibleLines
 from minitui.tui.screens.dialogs import ChoiceDialog, EngineDownDialog, TextDialog
 from minitui.tui.textual_insides import (
     LOST_S,
+    AltEscape,
     KeyDone,
     KeyOrder,
     Notices,
@@ -119,6 +122,7 @@ class AppBase(Notices):
         self._load_codec, self._script = load_codec, script
         self._keys = KeyOrder()
         self._drawn_moment: tuple[int, str] | None = None  # (selection, time) of the last picture
+        self._page: dict[str, object] = {}  # the last message of `tell_page`
         self.story = ""  # text of a demo or a recording, shown under the top bar
         for theme in THEMES:
             self.register_theme(theme)
@@ -378,7 +382,7 @@ class AppBase(Notices):
         prompt, transcripts = self.focused, self.screen.query(Transcript)
         if isinstance(prompt, Prompt) and transcripts:  # a dialog has a prompt, but no transcript
             prompt.close_list()
-            transcripts.first().focus()
+            self.screen.set_focus(transcripts.first())  # at once: the next key may have arrived already
 
     def open_mode(self, mode: str) -> None:
         """Show another screen, with the focus outside the prompt."""
@@ -400,6 +404,21 @@ class AppBase(Notices):
         see ChoiceDialog."""
         dialog = ChoiceDialog(title, choices, searched, first)
         self.push_screen(dialog, partial(_answer, then))
+
+    def press(self, labels: str) -> None:
+        """Press keys that are named as in the status bar: "esc r" is two keys."""
+        for label in labels.split():
+            self.post_message(key_press(label))
+
+    def tell_page(self, keys: Sequence[tuple[str, str]]) -> None:
+        """In a browser, give the page its title and the keys of this screen, with what they do."""
+        if isinstance(self._driver, WebDriver):
+            name = dict(self.TABS).get(self.current_mode, "").lstrip("0123456789 ")
+            title = f"{self.session.title if self.current_mode == 'chat' else name} · minitui"
+            page: dict[str, object] = {"type": "page", "title": visible(title), "keys": list(keys)}
+            if page != self._page:
+                self._page = page
+                self._driver.write_meta(page)
 
     def copy_to_clipboard(self, text: str) -> None:
         """Copy visible characters only: in a shell, an escape sequence could end the paste and run a command."""
@@ -432,14 +451,21 @@ class AppBase(Notices):
         if not isinstance(event, events.Key | events.Paste) or event.is_forwarded:
             await super().on_event(event)
         else:
-            self._keys.waiting.append(event)
+            self._keys.waiting.extend(alt_key(event) if isinstance(event, events.Key) else [event])
             await self._pass_next()
 
     async def _pass_next(self) -> None:
-        """Pass the keys and pasted texts that wait to the widget with the focus, each after the one before."""
+        """Pass the keys and pasted texts that wait to the widget with the focus, each after the one before. A key with
+        alt acts outside the prompt: it leaves the prompt first, and the answer continues."""
         while self._keys.waiting and not self._keys.pending and self.screen_stack:  # no screen: the application ends
+            event = self._keys.waiting.popleft()
+            if isinstance(event, AltEscape):
+                if self.current_mode == "chat" and not isinstance(self.screen, ModalScreen):
+                    self.leave_prompt()
+                    continue
+                event = key_press("esc")  # two keys in one packet: letters are keys here, with or without alt
             target = self.focused or self.screen
-            await super().on_event(self._keys.waiting.popleft())
+            await super().on_event(event)
             self._keys.follow(target)
         if self._keys.waiting and self._keys.limited != self._keys.number:
             self._keys.limited = self._keys.number

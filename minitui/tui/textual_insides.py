@@ -127,15 +127,19 @@ class KeyOrder:
 
 
 def escape_and_keys() -> None:
-    """Let Textual read an escape and a letter or digit in one packet as two keys, not as "alt+r" or "™"."""
+    """Let Textual read an escape and a letter or digit in one packet as AltEscape and a key, not as "™"."""
     XTermParser._sequence_to_key_events = _escape_and_key  # type: ignore[method-assign]
+
+
+class AltEscape(events.Key):
+    """The escape that a terminal sends before a key if alt is held, or if a program sends both at once."""
 
 
 def _escape_and_key(self: XTermParser, sequence: str, alt: bool = False) -> Iterable[events.Key]:
     if len(sequence) == 2 and sequence[0] == ESC and sequence[1].isdigit():
         alt, sequence = True, sequence[1]
     if alt and sequence not in "[O":  # these begin the sequences of other keys
-        yield events.Key("escape", ESC)
+        yield AltEscape("escape", ESC)
         alt = False
     yield from _key_events(self, sequence, alt)
 
@@ -272,7 +276,8 @@ class SizedScreen(screen.Screen[Result]):
 
 
 class Notices(App[int]):
-    """An application whose notices are plain text, and of which no two have the same text."""
+    """An application whose notices are plain text. One notice is shown at a time, besides errors: a stack of notices
+    would cover the panels."""
 
     def note_drawn(self) -> None:
         """Called when the screen has been written."""
@@ -289,8 +294,9 @@ class Notices(App[int]):
         self, message: str, *, title: str = "", severity: SeverityLevel = "information", timeout: float | None = None,
         markup: bool = False,
     ) -> None:  # fmt: skip
-        """Show a notice, always without markup. It replaces one with the same text: a key pressed again does not stack
-        notices."""
-        for notice in [notice for notice in self._notifications if notice.message == message]:
+        """Show a notice, always without markup. It replaces one with the same text and, if it is no error, others
+        that are no errors."""
+        kinds = {severity} - {"error"}
+        for notice in [one for one in self._notifications if one.message == message or one.severity in kinds]:
             self._unnotify(notice, refresh=False)
         super().notify(message, title=title, severity=severity, timeout=timeout, markup=False)

@@ -14,7 +14,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from minitui.web.process import WebProcess
+from minitui.web.process import WebProcess, page_message
 
 MAX_UNREAD = 256 << 10  # bytes queued for a viewer; a keyframe of 120x36 cells has about 20,000
 KEYFRAME_S = 0.5  # the shortest time between two keyframes
@@ -120,7 +120,8 @@ class Mirror:
 
 
 class Application(WebProcess):
-    """The process of a mirrored application."""
+    """The process of a mirrored application. `page`: the last message for the browsers' pages. `changed` is set when
+    the page or the size changes; each change makes another event."""
 
     driver = "minitui.web.mirror_driver:MirrorDriver"
     fps = 30
@@ -129,6 +130,8 @@ class Application(WebProcess):
         """`size`: columns and rows."""
         super().__init__(command, size)
         self.mirror = Mirror(lambda: self.send(type="keyframe"))
+        self.page = ""
+        self.changed = asyncio.Event()
         self.state = b"{}"  # what the phones of a class show, as JSON
         self.on_state: Callable[[], object] = lambda: None  # called after each change of it
         self._handlers = {
@@ -138,6 +141,17 @@ class Application(WebProcess):
     async def handle(self, kind: bytes, data: bytes) -> None:
         if kind in self._handlers:
             self._handlers[kind](data)
+        elif message := page_message(kind, data):
+            self.page = message
+            self._tell()
+
+    def resize(self, size: tuple[int, int]) -> None:
+        super().resize(size)
+        self._tell()
+
+    def _tell(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
 
     def _published(self, data: bytes) -> None:
         self.state = data

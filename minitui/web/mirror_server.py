@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 import socket
 import sys
@@ -20,10 +21,11 @@ from aiohttp import web
 
 from engine.errors import EngineError
 from minitui.web.mirror import Application, Viewer
+from minitui.web.page import TOUCH, fitting
 from minitui.web.phone_pages import lecturer_page, phone_page
 from minitui.web.phones import Phones, check_origin, small_json
 from minitui.web.settings import WebSettings
-from minitui.web.site import Site, check_link, first_size, fitting, messages, stopped, terminal_size
+from minitui.web.site import Site, check_link, first_size, messages, stopped, terminal_size
 
 SIZE = (120, 36)  # columns, rows, until a presenter's window sets them
 PRESENTERS_FONT = 20  # pixels: a projector of 1920x1080 shows 158x40 cells; the browser's zoom changes them
@@ -43,15 +45,7 @@ VIEWER = """
   };
   let later;
   const reload = () => { clearTimeout(later); later = setTimeout(() => location.reload(), 500); };
-  WebSocket = class extends WebSocket {
-    constructor(url) {
-      super(url);
-      this.addEventListener("message", ({data}) => {
-        const [kind, ...size] = typeof data === "string" ? JSON.parse(data) : [];
-        if (kind === "size" && String(size) !== String([columns, rows])) reload();
-      });
-    }
-  };
+  heard.size = (...size) => { if (String(size) !== String([columns, rows])) reload(); };
   document.addEventListener("DOMContentLoaded", () => {
     const terminal = document.getElementById("terminal");
     if (fitting() == SMALLEST) {
@@ -103,11 +97,10 @@ class MirrorSite(Site):
             ]
         )  # fmt: skip
         self._sizes: dict[web.WebSocketResponse, tuple[int, int]] = {}  # of the presenter's windows
-        self._resized = asyncio.Event()  # another event after each change
 
     def head(self, may_type: bool) -> str:
         if may_type:
-            return fitting(PRESENTERS_FONT)
+            return fitting(PRESENTERS_FONT) + TOUCH
         columns, rows = self.application.size
         return VIEWER.replace("COLUMNS", str(columns)).replace("ROWS", str(rows))
 
@@ -142,11 +135,10 @@ class MirrorSite(Site):
         raise web.HTTPBadRequest(text='a button has a "verb" and a "number"')
 
     async def attend(self, websocket: web.WebSocketResponse, request: web.Request, may_type: bool) -> None:
-        showing = [asyncio.create_task(self._show(websocket, Viewer(websocket.send_bytes, may_type)))]
+        shown = self._show(websocket, Viewer(websocket.send_bytes, may_type)), self._tell(websocket, may_type)
+        showing = [asyncio.create_task(work) for work in shown]
         if may_type:
             self._resize(websocket, first_size(request))
-        else:
-            showing.append(asyncio.create_task(self._send_size(websocket)))
         try:
             async for kind, rest in messages(websocket):  # other messages of viewers are ignored
                 match [kind, *rest]:
@@ -174,16 +166,19 @@ class MirrorSite(Site):
         columns, rows = (min(numbers) for numbers in zip(*sizes, strict=True))
         if (columns, rows) != self.application.size:
             self.application.resize((columns, rows))
-            self._resized.set()
-            self._resized = asyncio.Event()
 
-    async def _send_size(self, websocket: web.WebSocketResponse) -> None:
-        """Send a viewer the size of the picture, now and after each change."""
+    async def _tell(self, websocket: web.WebSocketResponse, may_type: bool) -> None:
+        """Send the page's title and keys, and a viewer the size of the picture: now and after each change."""
+        told: set[str] = set()
         with contextlib.suppress(ConnectionError):
             while True:
-                resized = self._resized
-                await websocket.send_json(["size", *self.application.size])
-                await resized.wait()
+                changed = self.application.changed
+                size = "" if may_type else json.dumps(["size", *self.application.size])
+                now = {size, self.application.page} - {""}
+                for message in now - told:
+                    await websocket.send_str(message)
+                told = now
+                await changed.wait()
 
     async def _show(self, websocket: web.WebSocketResponse, viewer: Viewer) -> None:
         with contextlib.suppress(ConnectionError):

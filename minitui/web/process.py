@@ -121,6 +121,12 @@ class WebProcess:
             task.cancel()
 
 
+def page_message(kind: bytes, data: bytes) -> str | None:
+    """Returns the message for the browser's page if this packet has one: the title and the keys of the screen."""
+    message = json.loads(data) if kind == b"M" else {}
+    return json.dumps(["page", message["title"], message["keys"]]) if message.get("type") == "page" else None
+
+
 async def _discard(stream: asyncio.StreamReader) -> None:
     while await stream.read(1 << 16):
         pass

@@ -23,16 +23,14 @@ import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from aiohttp import WSMsgType, web
-from jinja2 import Environment, FileSystemLoader
-from textual_serve import server as textual_serve
 
 from minitui.protocol import is_loopback
 from minitui.server.descriptors import most_connections
 from minitui.server.origins import authority, is_allowed, is_same_origin
+from minitui.web.page import TOUCH, asset_folder, fitting, page
 
 MAX_TYPED = 1 << 20  # bytes of one message from a browser, such as a paste
 MAX_CONNECTIONS = 600  # below the usual limit of 1,024 open files
@@ -46,37 +44,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-SMALLEST, LARGEST = 12, 16  # font size in pixels
 COLUMNS, ROWS = (20, 1000), (5, 500)  # minimum and maximum of each
-# This server sends the font itself, so the page works offline and no font server learns of the visit. A cell is 0.605
-# font sizes wide. dvh: the height without the bars of a phone's browser.
-HEAD = """
-<title>minitui</title>
-<link rel="icon" href="data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 4 4'%3E
-%3Crect width='4' height='4' fill='%230c181f'/%3E%3Cpath d='M0 0h3v1H0zM0 2h2v1H0z' fill='%234ec9b0'/%3E%3C/svg%3E">
-<meta name="viewport" content="width=device-width, initial-scale=1, interactive-widget=resizes-content">
-<style>
-  @font-face { font-family: "Roboto Mono"; src: url(/static/fonts/RobotoMono-VariableFont_wght.ttf); }
-  #terminal { width: 100%; height: 100dvh; }
-  #terminal .xterm-viewport { overflow: hidden; }
-  .intro { box-sizing: border-box; max-width: calc(100vw - 64px); }
-</style>
-<script>
-  document.addEventListener("DOMContentLoaded", () => {
-    const terminal = document.getElementById("terminal").dataset;
-    terminal.sessionWebsocketUrl =
-      (location.protocol === "https:" ? "wss:" : "ws:") + "//" + location.host + "SOCKET";
-    terminal.fontSize = fitting();
-  });
-</script>
-"""
-
-
-def fitting(largest: int = LARGEST) -> str:
-    """Returns the script that chooses the font: the largest with which 80 columns fit, within SMALLEST and `largest`.
-    In a narrower window there are fewer columns."""
-    size = f"Math.max({SMALLEST}, Math.min({largest}, innerWidth / (80 * 0.605)))"
-    return f"<script>const fitting = () => String(Math.floor(10 * {size}) / 10);</script>"
 
 
 def terminal_size(wanted: Sequence[Any]) -> tuple[int, int] | None:
@@ -91,20 +59,6 @@ def first_size(request: web.Request) -> tuple[int, int] | None:
     """Returns the terminal's size in the address of a websocket; None if the address contains no size."""
     wanted = [request.query.get("width"), request.query.get("height")]
     return terminal_size([int(n) if n and n.isdecimal() and len(n) < 5 else n for n in wanted])
-
-
-def page(socket_path: str, more: str) -> str:
-    """Returns textual-serve's page for the websocket at `socket_path`; `more` is added to its head."""
-    templates = Environment(loader=FileSystemLoader(_asset_folder("templates")), autoescape=True)
-    text = templates.get_template("app_index.html").render(
-        config={"static": {"url": "/static/"}}, application={"name": "minitui"}, font_size=16, app_websocket_url=""
-    )
-    text = text.replace("https://fonts.googleapis.com/css?family=Roboto%20Mono", "/static/css/xterm.css")
-    return text.replace("</head>", HEAD.replace("SOCKET", socket_path) + more + "</head>", 1)
-
-
-def _asset_folder(name: str) -> Path:
-    return Path(textual_serve.__file__).parent / name
 
 
 def is_served(name: str, host: str) -> bool:
@@ -145,13 +99,13 @@ class Site:
         self.app.add_routes(
             [
                 web.get("/", self._page), web.get("/ws/{token}", self._socket),
-                web.static("/static", _asset_folder("static")),
+                web.static("/static", asset_folder("static")),
             ]
         )  # fmt: skip
 
     def head(self, may_type: bool) -> str:
         """Returns what the page's head contains for this user, such as the script that chooses the font."""
-        return fitting()
+        return fitting() + TOUCH
 
     async def attend(self, websocket: web.WebSocketResponse, request: web.Request, may_type: bool) -> None:
         """Serve one socket until it closes."""

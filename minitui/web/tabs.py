@@ -10,7 +10,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from engine.errors import EngineError
-from minitui.web.process import WebProcess
+from minitui.web.process import WebProcess, page_message
 from minitui.web.settings import WebSettings
 from minitui.web.site import Site, first_size, messages, stopped, terminal_size
 
@@ -25,6 +25,8 @@ class Tab(WebProcess):
     async def handle(self, kind: bytes, data: bytes) -> None:
         if kind == b"D":
             await self._websocket.send_bytes(data)
+        elif message := page_message(kind, data):
+            await self._websocket.send_str(message)
 
     async def work(self) -> None:
         """Run the application, then close the socket. If the start fails, the browser shows the error."""

@@ -329,9 +329,9 @@ def test_the_lines_say_why_a_step_was_slow_and_sum_up_at_the_end() -> None:
     first, second = (len(node.ids) for node in EvictionOrder(view.history.live.state).nodes[:2])
     assert f"the cache saved {view.moment.reused_lately.saved} prompt tokens since step 0: " in last
     assert re.search(rf"evicted next: 1\. “.*” \({first} tokens\); 2\. “.*” \({second} tokens\)", last)
-    free = " ".join(map(str, view.history.live.state.free[::-1]))
+    free = ", ".join(map(str, view.history.live.state.free[::-1]))
     evicted = EvictionOrder(view.history.live.state).nodes[0].blocks[-1]
-    assert f"the next allocations take free {free}, then {evicted} of #1" in last
+    assert f"{free} (free), then evict {evicted}" in last
     words = r"the (host|device) limits the speed: (the host waits for it|it waits for the device only) \d+ % "
     words += "of the time"
     unread = r"( \(other programs: known for \d+ of 140 steps\))?"  # short steps before an idle time are not read

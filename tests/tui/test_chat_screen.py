@@ -393,7 +393,9 @@ async def test_every_command_is_in_the_help_with_its_key_and_in_the_palette():
     async with running(size=(120, 60)) as (app, pilot, _screen):
         await press(pilot, "escape", "question_mark")
         assert isinstance(app.screen, HelpScreen)
-        text = "\n".join(str(s.render()) for s in app.screen.query("Static"))
+        texts = [str(s.render()) for s in app.screen.query("Static")]
+        assert texts[0] == "Keys: chat" and "f fork" in texts[1], "the help begins with keys"
+        text = "\n".join(texts)
         assert "[keys]" in text
         for action in app.actions:
             assert action.id in text

@@ -100,7 +100,7 @@ def test_a_click_on_a_bar_selects_it_and_v_shows_the_table():
     assert view.selection is not None and (view.selection.kind, view.selection.id) == ("node", bar.id)
     panel.view = view
     panel.action_bars()
-    assert "text, from where it diverges" in plain(panel.picture(view, 100, 30).rows[0])
+    assert "text after the shared part" in plain(panel.picture(view, 100, 30).rows[0])
 
 
 @pytest.mark.parametrize("width", [20, 39])

@@ -42,6 +42,24 @@ async def test_escape_and_a_letter_in_one_packet_are_two_keys(before: str) -> No
         await until(pilot, lambda: app.current_mode == "inspect")
 
 
+@pytest.mark.parametrize("alt", ["\x1br", "\x1b[114;3u"])
+async def test_alt_and_a_letter_run_a_command_from_the_prompt_and_the_answer_continues(alt: str) -> None:
+    async with running() as (app, pilot, screen):
+        await ask(app, pilot, "why")
+        await app.source.control("pause")
+        app.ask_question("and how")
+        answer = app.session.messages[-1]
+        screen.prompt.put("a draft")
+        screen.prompt.focus()
+        await pilot.pause()
+        send(app, alt)
+        await until(pilot, lambda: len(app.chats.sessions) == 2)
+        assert screen.prompt.text == "a draft" and answer.state in ("queued", "running")
+        send(app, alt)
+        await until(pilot, lambda: len(app.chats.sessions) == 3)
+        assert answer.state in ("queued", "running"), "outside the prompt, alt does not cancel"
+
+
 async def test_keys_after_a_key_that_opens_a_dialog_go_to_the_dialog() -> None:
     async with running() as (app, pilot, screen):
         await until(pilot, lambda: app.progress is None)

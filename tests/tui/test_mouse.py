@@ -6,16 +6,22 @@ from typing import Any
 
 import pytest
 from textual.pilot import Pilot
+from textual.selection import Selection
+from textual.widgets._toast import Toast
 
 from minitui.tui.app import MinituiApp
 from minitui.tui.glyphs import glyphs
+from minitui.tui.screens.help import HelpScreen
 from minitui.tui.screens.inspect import InspectScreen
+from minitui.tui.widgets.bars import StatusBar
 from minitui.tui.widgets.base import LinePanel, selected
 from minitui.tui.widgets.inspect.block_table import BlockTable
+from minitui.tui.widgets.inspect.details import HoverCard
 from minitui.tui.widgets.inspect.lanes import BatchLanes
 from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.replay_bar import ReplayBar
 from tests.support.driving import drawn, press, until
+from tests.tui.test_chat_screen import running
 from tests.tui.test_keys import live, recording
 
 
@@ -105,6 +111,72 @@ async def test_a_click_on_the_slowest_step_of_small_timings_selects_it() -> None
             row = next(i for i, text in enumerate(body(timings)) if f"step {slowest.step:,}" in text)
             await click(pilot, timings, 3, row)
             assert chosen(app) == ("step", slowest.step), timings.text
+
+
+async def test_a_pointer_that_rests_shows_the_card_of_a_block_and_of_a_request_and_selects_nothing() -> None:
+    async with recording((160, 48)) as (app, pilot):
+        screen = await inspecting(app, pilot)
+        before, card = app.view.selection, screen.query_one(HoverCard)
+        table, requests = screen.query_one(BlockTable), screen.query_one(BatchLanes)
+        assert not card.display
+        rows, columns, block = table._places[0]
+        await pilot.hover(table, offset=(columns[0] + 3, rows[0] + table._heading + 1))
+        await until(pilot, lambda: card.display)
+        assert card.thing == ("block", block) and f"Block {block}" in card.text and app.view.selection == before
+        assert not card.region.contains(*pilot.app.mouse_position), "the card hides what it is about"
+        row = next(i for i, slot in enumerate(requests.rows.slots) if slot)
+        await pilot.hover(requests, offset=(3, 3 + row))
+        await until(pilot, lambda: card.display and card.thing is not None and card.thing[0] == "request")
+        await pilot.hover(screen.query_one(StatusBar), offset=(2, 0))
+        await until(pilot, lambda: not card.display)
+
+
+async def test_a_click_on_a_question_of_the_welcome_asks_it() -> None:
+    async with running() as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None and "What is" in screen.transcript.text)
+        question = app.suggestions[0]
+        row = next(y for y, text in enumerate(screen.transcript.text.splitlines()) if question in text)
+        await pilot.click(screen.transcript, offset=(15, row + 1))  # below the padding
+        await until(pilot, lambda: app.session.messages)
+        assert app.session.messages[0].text == question
+
+
+async def test_selected_text_of_the_transcript_has_no_names_of_speakers() -> None:
+    async with running() as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        app.ask_question("why")
+        await until(pilot, lambda: not app.session.busy and "why" in screen.transcript.text)
+        copied = screen.transcript.get_selection(Selection(None, None))
+        assert copied is not None
+        lines = copied[0].splitlines()
+        assert "why" in lines and not any(line.startswith(("   ", "you ", "tutor ", "system ")) for line in lines)
+
+
+async def test_a_notice_covers_only_the_hints_and_replaces_the_notice_before_it() -> None:
+    async with running() as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        app.say("a notice")
+        await until(pilot, lambda: any(toast.region.area for toast in screen.query(Toast)))
+        notices = [toast.region for toast in screen.query(Toast)]
+        panels = [panel for panel in (*screen.query(LinePanel), screen.transcript) if panel.region.area]
+        covered = [panel for panel in panels if any(notice.overlaps(panel.region) for notice in notices)]
+        assert len(panels) > 4 and covered == [screen.query_one(StatusBar)]
+        for text in ("second notice", "third notice", "an error", "fourth notice"):
+            app.say(text, error="error" in text)
+            await pilot.pause()
+        assert {notice.message for notice in app._notifications} == {"an error", "fourth notice"}
+
+
+async def test_a_click_on_a_key_of_the_status_bar_presses_it() -> None:
+    async with recording((120, 36)) as (app, pilot):
+        bar = (await inspecting(app, pilot)).query_one(StatusBar)
+        for hint in ("w waterfall", "5 requests"):
+            await click(pilot, bar, bar.text.index(hint) + 3, 0)
+            await until(pilot, lambda hint=hint: app.screen.current == hint.split()[1])  # type: ignore[misc]
+        await click(pilot, bar, 1, 0)
+        assert app.screen.current == "requests", "the word KEYS is no key"
+        await click(pilot, bar, bar.text.index("? help"), 0)
+        await until(pilot, lambda: isinstance(app.screen, HelpScreen))
 
 
 async def test_a_click_on_the_line_of_a_recording_goes_there() -> None:

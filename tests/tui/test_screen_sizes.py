@@ -19,7 +19,10 @@ from minitui.tui.app_base import AppBase
 from minitui.tui.screens.base import BaseScreen
 from minitui.tui.screens.dialogs import Overlay
 from minitui.tui.textual_insides import SizedScreen
+from minitui.tui.widgets.bars import TopBar
+from tests.support.driving import drawn, until
 from tests.support.fake_client import FakeSource
+from tests.tui.test_keys import recording
 
 
 class Host(AppBase):
@@ -71,3 +74,17 @@ def test_all_screens_are_so() -> None:
     assert len(found) > 12
     assert [kind for kind in found if not issubclass(kind, SizedScreen)] == []
     assert issubclass(Overlay, ModalScreen)
+
+
+async def test_a_phone_shows_the_panels_one_below_the_other_and_all_tabs() -> None:
+    for columns, phone in ((53, True), (80, False)):
+        async with recording((columns, 44)) as (app, pilot):
+            app.leave_prompt()
+            app.open_mode("lecture")
+            await drawn(pilot)
+            blocks, tree = app.screen.query_one("#map"), app.screen.query_one("#tree")
+            assert (tree.region.y >= blocks.region.bottom) is phone and (tree.region.width > 50) is phone
+            bar = app.screen.query_one(TopBar)
+            assert ("minitui" in bar.text) is not phone and all(label in bar.text for _, label in app.TABS)
+            await pilot.click(bar, offset=(bar.text.index("2 Inspect") + 2, 0))
+            await until(pilot, lambda app=app: app.current_mode == "inspect")  # type: ignore[misc]

@@ -34,6 +34,7 @@ from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
 from minitui.viewmodel.words.summary import summary
 from tests.support.golden import GOLDEN
+from tests.support.percentiles import percentiles
 from tests.support.traces import beginning
 
 RECORDINGS = {
@@ -119,7 +120,7 @@ def test_tokens_and_their_times(at_end: Shown) -> None:
     firsts = [request["first_token_ms"] for request in requests if request["first_token_ms"] is not None]
     shown_firsts = re.search(r"first token  p50 (\S+) ms  p99 (\S+) ms  of (\S+)", at_end.panels["trends"])
     assert shown_firsts is not None and int(shown_firsts.group(3)) == len(firsts) == run.firsts
-    expected = np.percentile(firsts, (50, 99))
+    expected = percentiles(firsts)
     assert (run.first_p50, run.first_p99) == pytest.approx(expected, abs=0.001)
     assert [float(shown_firsts.group(i)) for i in (1, 2)] == pytest.approx(expected, rel=0.005)
     _, (p50, p99, gaps) = at_end.view.history.trends.series(
@@ -139,14 +140,17 @@ def test_a_duration_has_one_text(at_end: Shown, tmp_path: Path) -> None:
     told = {
         int(step.replace(",", "")): text
         for line in at_end.lines
-        for step, text in re.findall(r" s  step ([\d,]+)  .*? tokens(?: · [\d,]+ waiting)? · ([\d.,]+ m?s)", line)
+        for step, text in re.findall(
+            r" s  step ([\d,]+)  .*? tokens(?: · [\d,]+ waiting)? · (?:ready )?([\d.,]+ m?s)", line
+        )
     }
     assert len(told) > 5
     for step in sorted(told)[:100]:
         row = view.history.steps.get(step)
         assert row is not None and row.took_ms is not None
         assert told[step] == duration(row.took_ms) == duration(took.get(step, row.took_ms))
-        assert dict(tell(view, "step", step).lines)["took"].startswith(f"{told[step]};")
+        took_in_words = dict(tell(view, "step", step).lines)["took"].removeprefix("ready ")
+        assert took_in_words.startswith((f"{told[step]};", f"{told[step]} after step {step - 1:,}; "))
     markdown = export(at_end.reader.path, "md", tmp_path / "a.md").read_text()
     for row in at_end.requests:
         lane = view.history.lanes.lanes[row["request"]]
@@ -158,6 +162,11 @@ def test_a_duration_has_one_text(at_end: Shown, tmp_path: Path) -> None:
             gap = row["longest_gap"]
             assert gap["text"].startswith(f"{ms(gap['ms'])} ms ")
             assert gap["ms"] == pytest.approx(sum(gap["causes_ms"].values()), abs=0.003 * len(gap["causes_ms"]))
+            if " + usual " in gap["text"]:  # the parts that the text names add up, too
+                why = re.sub(r"\([^)]*\)", "", gap["text"].partition(": ")[2])
+                named = re.findall(r" (\d[\d,]*(?:\.\d+)?)(?=, | \+ usual | ms(?:;|$| ·))", why)
+                total, rounded = sum(float(part.replace(",", "")) for part in named), 0.006 * len(named)
+                assert total == pytest.approx(gap["ms"], rel=0.01, abs=rounded), why
     for lane in run.lanes:  # the gap of a step is the time that it took
         arrivals = view.history.tokens.arrivals(lane, view.moment.horizon)
         for i in range(1, min(len(arrivals), 50)):
@@ -244,7 +253,7 @@ def test_the_history_of_levels_does_not_depend_on_the_batches_of_records(at_end:
 
 def test_what_the_cache_saved(at_end: Shown) -> None:
     view, again = at_end.view, at_end.total("tokens_computed_twice")
-    assert at_end.run.twice == again and at_end.number("waste", r"([\d,]+) preempted") == again
+    assert at_end.run.twice == again and at_end.number("waste", r"([\d,]+) tokens computed twice") == again
     saved, data = view.moment.reused_lately.saved, at_end.summed_up
     assert f"saved {saved:,} prompt token" in at_end.summary and saved == at_end.run.cached
     assert data["saved_prompt_tokens"] == saved and "\n".join(data["text"]) == at_end.summary
@@ -253,7 +262,7 @@ def test_what_the_cache_saved(at_end: Shown) -> None:
     for node in data["evicted_next"]:
         assert f"{node['name']} ({node['tokens']:,} token" in at_end.summary
     for limit in data["limits"]:
-        known = f"the {limit['by']} limits" if limit["by"] else "it is unknown whether the host or the device limits"
+        known = f"the {limit['by']} limits" if limit["by"] else "limit unknown"
         assert known in at_end.summary and (limit["host_waits"] is None) == (limit["by"] is None)
     assert at_end.number("tree", r"([\d,]+) (?:prompt tokens )?saved") == saved
     if view.moment.reused.hit_rate is not None:

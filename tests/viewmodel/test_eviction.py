@@ -84,10 +84,10 @@ def test_a_pool_under_pressure_is_put_into_words() -> None:
             words = pressure_words(state, EvictionOrder(state), 4)
             free, _, _, cached = state.counts
             said.add((free > 0, cached > 0))
-            assert ("free" in words) == (free > 0)
-            assert ("of #1" in words) == (cached > 0 and free < 4)
-            assert words.endswith("then a preemption")
-            assert (f", {free + cached - 4} more, then" in words) == (free + cached > 4)
+            assert ("(free)" in words) == (free > 0)
+            assert ("evict " in words) == (cached > 0 and free < 4)
+            assert words.endswith("a request is preempted")
+            assert (f"…; after {free + cached - 4} more" in words) == (free + cached > 4)
             brief = pressure_words(state, EvictionOrder(state), 4, brief=True)
             assert ("preempt" in brief) == (free + cached <= 4)
         assert free_words(state) == {0: "no block is free", 1: "after 1 free block is used"}.get(
@@ -108,7 +108,7 @@ def test_in_a_full_pool_of_vllm_the_next_blocks_are_known() -> None:
         if kind in ("evict", "uncopy") and predicted is None and not state.counts[FREE]:
             order = EvictionOrder(state)
             predicted = [block for _, block in next_blocks(state, order, 60)[1]]
-            assert pressure_words(state, order, 4).startswith(f"{predicted[0]} ")
+            assert pressure_words(state, order, 4).startswith(f"evict {', '.join(map(str, predicted[:4]))}")
         elif kind == "alloc" and predicted is not None:
             assert record[4] == predicted[: len(record[4])]
             predicted, checked = None, checked + 1

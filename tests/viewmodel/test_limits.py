@@ -68,11 +68,9 @@ WITHOUT = "apart from that, "
         # a host that waits for 60 % of the time, of which others may have most
         (4.0, 6.0, 4.0, [None],
          ["another program had the core for 40 % of the time",
-          f"{WITHOUT}it is unknown whether the host or the device limits the speed: "
-          "the host waits for the device 33 to 100 % of the rest"],
+          f"{WITHOUT}limit unknown: the host waits for the device 33 to 100 % of the rest"],
          ["another program had the core for 40 % of the time",
-          "else, it is unknown whether the host or the device limits the speed",
-          "  the host waits for the device 33 to 100 % of the rest"]),
+          "else, limit unknown: the host waits for the device 33 to 100 % of the rest"]),
         (9.0, 1.0, 4.0, ["host"],
          ["another program had the core for 40 % of the time",
           f"{WITHOUT}the host limits the speed: it waits for the device only 0 to 17 % of the rest"],

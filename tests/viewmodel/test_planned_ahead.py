@@ -36,15 +36,15 @@ def test_the_picture_of_a_step_says_which_plan_its_requests_and_blocks_include(v
         row, state = vllm.history.steps.get(step), vllm.moment.shown.state
         assert row is not None
         running = sum(request.state == "running" for request in state.requests.values())
-        now = f"in the panels, after the plan of step {step + 1:,}: {running} running, {len(state.queue)} waiting"
+        now = f"after the plan of step {step + 1:,}, as in the panels: {running} running, {len(state.queue)} waiting"
         queue = f"{row.waiting} request{'s' * (row.waiting != 1)} in the queue" if row.waiting else "none"
         assert told(vllm, step) == f"{queue} when this step was planned; {now}"
         assert told(vllm, step - 1).endswith(("in the queue", "none"))  # the panels show another step
         compared += len(state.queue) != row.waiting
         bar = StepBar(frame="box").picture(vllm, 120, 2)
-        assert bar.note == [(f"requests and blocks: with the plan of step {step + 1:,}", "dim")]
+        assert bar.note == [(f"panels are 1 step ahead: with the plan of step {step + 1:,}", "dim")]
         line = plain(StepBar(frame="none").picture(vllm, 80, 2).rows[0])
-        assert line.endswith(f"panels: plan of {step + 1:,}") or len(line.rstrip()) > 80 - 24
+        assert line.endswith("panels are 1 step ahead") or len(line.rstrip()) > 80 - 24
     assert compared > 5
     vllm.moment.present()
 

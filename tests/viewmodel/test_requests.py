@@ -8,7 +8,6 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 
 from engine.text.output import Delta, OutputProcessor
@@ -21,6 +20,7 @@ from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.view import View
 from tests.engine.test_scheduler_simulation import Load
 from tests.engine.test_speculation import DraftingLoad
+from tests.support.percentiles import percentiles
 
 SEEDS = range(5)
 ROUNDED = 0.02  # ms: each part of a step is recorded to the microsecond
@@ -138,7 +138,7 @@ def test_tokens_and_gaps_are_those_that_the_engine_emitted(kind: str) -> None:
             assert stats is not None and (stats.tokens, stats.count) == (len(expected), len(gaps))
             if gaps:
                 assert stats.longest is not None and stats.longest.ms == pytest.approx(max(gaps), abs=ROUNDED)
-                assert [stats.p50, stats.p99] == pytest.approx(np.percentile(gaps, [50, 99]).tolist(), abs=ROUNDED)
+                assert [stats.p50, stats.p99] == pytest.approx(percentiles(gaps).tolist(), abs=ROUNDED)
                 at = expected.index(stats.longest.step)
                 assert (stats.longest.token, stats.longest.since) == (at + 1, expected[at - 1])
     assert {"sync": "preempt", "overlap": "preempt", "failures": "requeue", "drafts": "accept"}[kind] in seen

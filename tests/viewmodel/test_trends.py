@@ -14,6 +14,7 @@ from minitui.tui.widgets.inspect.trends import TrendCharts
 from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.history.trends import METRICS, SPANS, Trends, shortest_span
 from minitui.viewmodel.view import View
+from tests.support.percentiles import percentiles
 
 
 @pytest.mark.parametrize(("samples", "exact"), [(4_096, 1e-9), (100, 0.035)])
@@ -28,11 +29,21 @@ def test_percentiles_are_numpys_exactly_or_within_three_percent(span: int, sampl
     series, (p50, p99, count) = trends.series("token gaps", span, columns, times[-1], live=True)
     assert count == weights.sum() == series.count.sum()
     every = np.repeat(values, weights)
-    assert (p50, p99) == pytest.approx(np.percentile(every, (50, 99)), rel=exact)
+    assert (p50, p99) == pytest.approx(percentiles(every), rel=exact)
     of_column = np.minimum((times / span * columns + 1e-9).astype(int), columns - 1)
     for column in range(columns):
         mine = np.repeat(values[of_column == column], weights[of_column == column])
-        assert series.at(column)[:2] == pytest.approx(np.percentile(mine, (50, 99)), rel=2 * exact)
+        assert series.at(column)[:2] == pytest.approx(percentiles(mine), rel=2 * exact)
+
+
+@pytest.mark.parametrize("values", [[3.52, 5.4, 5.56, 21.1], [699.0] * 3, [0.01, 0.02]])
+def test_percentiles_of_few_values_are_values(values: list[float]) -> None:
+    trends = Trends()
+    for value in values:
+        trends.add("first token", value)
+    series, (p50, p99, n) = trends.series("first token", 15, 60, 0.1, live=True)
+    assert p50 in values and p99 == max(values) and n == len(values)
+    assert (p50, p99) == pytest.approx(percentiles(values)) and series.at(-1) == (p50, p99, n)
 
 
 def test_a_column_has_the_values_of_its_time_and_a_level_lasts() -> None:

@@ -33,11 +33,12 @@ def test_of_a_request_that_was_preempted_before_the_records_the_tokens_computed_
     view = from_the_middle(100)  # r4 was preempted in step 81, r3 is preempted in step 113
     rows = {row.id: row for row in Requests().figures(view)}
     assert (rows[4].preemptions, rows[4].recomputed_tokens, rows[4].reused_tokens) == (1, None, None)
-    assert "preempted 1 time, first before these records: tokens computed twice unknown" in figures_in_words(rows[4])
+    words = "preempted 1 time, the first before these records began; tokens computed twice: unknown"
+    assert words in figures_in_words(rows[4])
     assert (rows[3].recomputed_tokens, rows[3].reused_tokens) == (32, 96), "its preemption is in the records"
     data = request_data(view, view.history.lanes.lanes[4])
     assert (data["tokens_computed_twice"], data["tokens_cached_after_preemption"]) == (None, None)
-    assert "tokens from the tree again unknown" in dict(tell(view, "request", 4).lines)["preempted"]
+    assert "tokens from the tree again: unknown" in dict(tell(view, "request", 4).lines)["preempted"]
     lines = [plain(row) for row in RequestTable().picture(view, 200, 12).rows]
     heads = lines[0].split()
     line = next(line for line in lines if line.startswith("r4 ")).split()

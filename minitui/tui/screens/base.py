@@ -8,9 +8,11 @@ from textual import getters
 
 from minitui.tui.app_base import AppBase
 from minitui.tui.textual_insides import Result, SizedScreen
-from minitui.tui.widgets.base import LinePanel
+from minitui.tui.widgets.base import LinePanel, Pointed
+from minitui.tui.widgets.inspect.details import HoverCard
 from minitui.viewmodel.view import View
 
+PHONE = 60  # columns; a narrower screen leaves out what is not read there
 Hint = tuple[str, str]  # (key, its action in a word or two)
 
 
@@ -19,11 +21,17 @@ class BaseScreen(SizedScreen[Result]):
 
     app = getters.app(AppBase)
     ABOUT: ClassVar[str] = ""  # the name of its text in the help; empty: that of its mode
+    HORIZONTAL_BREAKPOINTS = [(0, "-phone"), (PHONE, "-desk")]  # noqa: RUF012 (as in Textual)
     FIGURES: ClassVar[bool] = False  # False: the status bar shows figures only if records wait or were lost
 
     def hints(self) -> list[Hint]:
         """Returns the hints for the status bar, the most important first."""
         return [(self.app.key_of(action.id), action.footer) for action in self.app.actions if action.footer]
+
+    def on_pointed(self, message: Pointed) -> None:
+        """Show what is under the pointer, on screens that have a card for it."""
+        for card in self.query(HoverCard):
+            card.point(self.app.view, message.thing, message.place)
 
     def paint(self, view: View) -> None:
         """Show the view; called once a frame while this screen is visible."""

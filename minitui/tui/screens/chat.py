@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 from textual import getters
@@ -12,7 +14,7 @@ from textual.containers import Container, Horizontal, Vertical
 from minitui.tui import markdown
 from minitui.tui.actions import complete_slash
 from minitui.tui.glyphs import glyphs
-from minitui.tui.screens.base import BaseScreen, Hint
+from minitui.tui.screens.base import PHONE, BaseScreen, Hint
 from minitui.tui.widgets.bars import Bar, Loading, StatusBar, TopBar
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.chat.occupancy import Occupancy, PromptOrigin
@@ -37,15 +39,17 @@ class ChatScreen(BaseScreen[None]):
     The chats are in `app.chats`, and the engine's state is in the view.
     """
 
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (RAIL_FROM, "-wide")]  # noqa: RUF012 (as in Textual)
+    HORIZONTAL_BREAKPOINTS = [(0, "-phone"), (PHONE, "-narrow"), (RAIL_FROM, "-wide")]  # noqa: RUF012 (as in Textual)
     VERTICAL_BREAKPOINTS = [(0, "-low"), (32, "-high")]  # noqa: RUF012
     DEFAULT_CSS = """
     ChatScreen {
         layout: vertical; background: $ground;
         & #left { width: 1fr; layers: base above; }
-        & #rail { width: 42; padding-left: 1; }
+        & #rail { width: 42; padding-left: 1; display: none; }
+        &.-wide #rail { display: block; }
         &.-wide #glance { display: none; }
-        &.-narrow #rail { display: none; }
+        &.-phone Occupancy { height: 1; }
+        &.-phone StepBar { height: 1; }
         &.-low #rail Events { display: none; }
         & #glance { height: auto; padding: 0 1; }
         & Transcript { height: 1fr; }
@@ -134,33 +138,34 @@ class ChatScreen(BaseScreen[None]):
         moment = (view.version, view.home, at.travel_text, at.shown.state.seq) if at.still else None
         at_once = moment is not None and moment != self._painted_moment
         self._painted_moment = moment
-        panels = [*self._bars, *(self._glance if self.has_class("-narrow") else self._rail)]
+        panels = [*self._bars, *(self._rail if self.has_class("-wide") else self._glance)]
         for panel in panels if at_once else panels[self._odd_frame :: 2]:
             panel.paint(view)
         if self.completions.display:
             self.completions.paint(view)
 
-    def _welcome(self, width: int) -> list[list[Run]]:
-        """Returns the lines that an empty chat shows."""
+    def _welcome(self, width: int) -> list[tuple[list[Run], Callable[[], object] | None]]:
+        """Returns the lines that an empty chat shows, each with what a click on it does."""
         app = self.app
         lead = " " * LABEL
-        rows: list[list[Run]] = [[("welcome".ljust(LABEL), "hit"), (self.HEADLINE, "bold ink")]]
+        rows: list[tuple[list[Run], Callable[[], object] | None]] = []
+        rows.append(([("welcome".ljust(LABEL), "hit"), (self.HEADLINE, "bold ink")], None))
 
-        def add(text: str, style: str, mark: str = "") -> None:
+        def add(text: str, style: str, mark: str = "", click: Callable[[], object] | None = None) -> None:
             for number, line in enumerate(markdown.plain(text, width - len(mark))):
                 first = mark if number == 0 else " " * len(mark)
-                rows.append([(lead, "ink"), (first, "running"), (line[0][0], style)])
+                rows.append(([(lead, "ink"), (first, "running"), (line[0][0], style)], click))
 
         add(self.LEAD, "ink")
-        rows.append([])
+        rows.append(([], None))
         if app.known_questions:
             add("This tiny model knows how inference engines work:", "dim")
             for question in app.suggestions:
-                add(question, "ink", f"{glyphs().middot} ")
-            add(f"type a few letters, then tab; /ask lists all {len(app.known_questions)}", "dim")
-            rows.append([])
+                add(question, "ink", f"{glyphs().middot} ", partial(app.ask_question, question))
+            add(f"click one, or type a few letters, then tab; /ask lists all {len(app.known_questions)}", "dim")
+            rows.append(([], None))
         for key, what in (*self.WELCOME_KEYS, ("?", "help on this screen, and all keys")):
-            add(what, "dim", f"esc {key}  ")
+            add(what, "dim", f"esc {key}  ", partial(app.press, f"esc {key}"))
         return rows
 
     # ---- messages

@@ -220,14 +220,8 @@ class HelpScreen(Overlay[None]):
         with Vertical() as frame:
             frame.border_title = "Help"
             with VerticalScroll():
-                for title, text in self._before:
-                    yield Static(title, classes="head", markup=False)
-                    yield self._fitted(partial(_text, text))
-                if self._before:
-                    yield Static("The whole screen", classes="head")
-                yield self._fitted(partial(_text, ABOUT[self._about]))
-                if self.app.current_mode == "chat":
-                    yield Static(Content(_signs()))
+                yield Static(f"Keys: {self.app.current_mode}", classes="head", markup=False)
+                yield Static(self._keys())
                 for group in self._here:
                     yield Static(f"Keys here: {group.name}", classes="head", markup=False)
                     rows = [(b.id or "", b.key, "", _explained(b)) for b in group.bindings]
@@ -235,6 +229,13 @@ class HelpScreen(Overlay[None]):
                 if self.app.has_chats:
                     yield Static("The prompt", classes="head")
                     yield Static(PROMPT_HELP)
+                for title, text in self._before:
+                    yield Static(title, classes="head", markup=False)
+                    yield self._fitted(partial(_text, text))
+                yield Static("The whole screen", classes="head")
+                yield self._fitted(partial(_text, ABOUT[self._about]))
+                if self.app.current_mode == "chat":
+                    yield Static(Content(_signs()))
                 outside = " (keys act outside the prompt; esc leaves it)" if self.app.has_chats else ""
                 for name in dict.fromkeys(a.group for a in self.app.actions):
                     yield Static(f"{name}{outside}", classes="head", markup=False)
@@ -254,6 +255,12 @@ class HelpScreen(Overlay[None]):
             event.stop()
             self.dismiss()
             self.app.call_later(self.app.simulate_key, event.key)
+
+    def _keys(self) -> Content:
+        """Returns the hints of the screen below, all of them."""
+        below = self.app.screen_stack[-1 if self.app.screen is not self else -2]
+        hints = below.hints() if isinstance(below, BaseScreen) else []
+        return Content(" · ").join([Content.assemble((key, "bold"), f" {what}") for key, what in hints])
 
     def _fitted(self, text: Callable[[int], Content]) -> Static:
         """Returns a widget whose text is made again for each width."""
@@ -302,5 +309,5 @@ PROMPT_HELP = Content(
     "enter sends · ctrl+j breaks the line · tab or right accepts the completion · up and down move in the list, or "
     "recall earlier questions · page keys scroll the chat · esc closes the list, else cancels the answer, else leaves "
     "the prompt; while an answer waits or the engine is paused, esc leaves the prompt, and esc again cancels · "
-    "ctrl+g leaves the prompt while the answer continues"
+    "ctrl+g leaves the prompt while the answer continues; alt and a letter do this, too, and the letter acts as a key"
 )

@@ -20,7 +20,7 @@ from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened
 from minitui.tui.widgets.hit_card import HitCard
 from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.block_table import BlockTable
-from minitui.tui.widgets.inspect.details import Details
+from minitui.tui.widgets.inspect.details import Details, HoverCard
 from minitui.tui.widgets.inspect.step_bar import StepBar
 from minitui.tui.widgets.inspect.tree import RadixTree
 from minitui.tui.widgets.lecture import FirstTokens, Why
@@ -50,6 +50,7 @@ class LectureScreen(BaseScreen[None]):
         & #map, & #tree { height: 1fr; }
         & #table { height: 6; display: none; }
         & #first { height: 8; display: none; }
+        &.-phone #columns { layout: vertical; }
         &.-roomy #table, &.-roomy #first { display: block; }
     }
     """
@@ -72,6 +73,7 @@ class LectureScreen(BaseScreen[None]):
                 yield RadixTree(id="tree")
                 yield FirstTokens(id="first")
         yield Details(id="details")
+        yield HoverCard()
         yield StatusBar()
 
     def on_mount(self) -> None:
@@ -201,8 +203,8 @@ class LectureScreen(BaseScreen[None]):
         predicting = self._why.predicting = not self._why.predicting
         if not predicting and self._asked_from >= 0:
             self._reveal(self.app.view)
-        asking = "before a step with something to predict, you are asked: a letter answers, n shows the step"
-        notice = asking if predicting else "steps are shown without a question"
+        asking = "some steps begin with a question: answer it, then press n"
+        notice = asking if predicting else "no step begins with a question"
         self.notify(notice, timeout=3, markup=False)
 
     def action_colour(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 
 from textual import getters
 from textual.geometry import Size
@@ -11,7 +12,7 @@ from textual.widgets import TextArea
 from engine.info import EngineInfo
 from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import glyphs
-from minitui.tui.screens.base import BaseScreen, Hint
+from minitui.tui.screens.base import PHONE, BaseScreen, Hint
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run, clip, fit
 from minitui.viewmodel.view import View
@@ -56,7 +57,10 @@ FRESH_S = 60.0  # dropped records are shown as an alarm for so long
 
 
 class StatusBar(Bar):
-    """The last line of a screen. It shows the screen's keys, or the prompt's keys while the prompt has the focus."""
+    """The last line of a screen. It shows the screen's keys, or the prompt's keys while the prompt has the focus. A
+    click on a key presses it."""
+
+    _places: Sequence[tuple[int, str]] = ()  # (first column, key) of each hint that is shown
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         screen, feed = self.screen, self.app.feed
@@ -71,12 +75,23 @@ class StatusBar(Bar):
                 figures += f"backlog {feed.backlog:,} {dot} "
             figures += f"{feed.dropped:,} dropped{_ago(view.moment.dropped_s) if feed.dropped else ''} "
         room = width - len(figures) - 1
-        for key, what in self._typing_hints() if typing else self._key_hints(screen):
+        hints = self._typing_hints() if typing else self._key_hints(screen)
+        places: list[tuple[int, str]] = []
+        for key, what in hints:
             if row.width + len(key) + len(what) + 3 > room:
                 break
+            places.append((row.width + 2, key))
             row.add("  " + key, "bold ink").add(" " + what, "dim")
+        self._places = places
+        self.app.tell_page(hints)
         fresh = feed.dropped > 0 and view.moment.dropped_s < FRESH_S
         return Picture([row.right(figures, width, "bad" if fresh else "dim").done(width)])
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        for place, key in reversed(self._places):
+            if column >= place:
+                self.app.press(key)
+                return
 
     def _typing_hints(self) -> list[Hint]:
         if self.app.focused is not None and self.app.focused.screen is not self.screen:  # in a dialog
@@ -102,7 +117,8 @@ def _ago(seconds: float) -> str:
     return f" {seconds / 60:.0f} min ago" if seconds < 3600 else f" {seconds / 3600:.0f} h ago"
 
 
-NAME = " minitui "
+def _name(width: int) -> str:
+    return " minitui " if width >= PHONE else ""
 
 
 class TopBar(Bar):
@@ -124,7 +140,7 @@ class TopBar(Bar):
         return super().paint(view)
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        row = Row(NAME, "bold ink")
+        row = Row(_name(width), "bold ink")
         for mode, label in self.app.TABS:
             row.add(f" {label} ", "bold on-fill on ink" if self.app.current_mode == mode else "dim")
         flags = self._flags(view)
@@ -162,7 +178,7 @@ class TopBar(Bar):
         return flags
 
     def clicked(self, view: View, column: int, row: int) -> None:
-        start = len(NAME)
+        start = len(_name(self.size.width))
         for mode, label in self.app.TABS:
             if start <= column < start + len(label) + 2:
                 self.app.open_mode(mode)

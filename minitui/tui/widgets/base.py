@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from textual import events
 from textual.containers import Horizontal, Vertical
 from textual.filter import ANSIToTruecolor
-from textual.geometry import Region, Size
+from textual.geometry import Offset, Region, Size
 from textual.message import Message
 from textual.reactive import Reactive
 from textual.strip import Strip
@@ -25,6 +25,7 @@ from minitui.tui.theme import Palette, palette
 from minitui.tui.widgets.rows import Line, Row, Run, Runs, cells, clip, plain, runs_width, wrapped
 from minitui.viewmodel.view import View
 
+Thing = tuple[str, Any]  # kind and id, as in View.select
 EDGE = 6  # cells of the lower edge that a legend cannot have
 LEGEND_GAP = 2  # cells between two entries of a legend below the picture
 
@@ -144,6 +145,14 @@ class Opened(Message):
     id: Any
 
 
+@dataclass
+class Pointed(Message):
+    """The pointer has come to a thing, at `place` of the screen; None: it has left the last one."""
+
+    thing: Thing | None
+    place: Offset
+
+
 class Column(Vertical):
     """Panels one below the other."""
 
@@ -177,6 +186,7 @@ class LinePanel(CellWidget, can_focus=True):
         self._strips: list[Strip | None] = []
         self._width = 0
         self._drawn_with: tuple[Palette, Glyphs] | None = None
+        self._under: Thing | None = None  # the thing under the pointer
 
     # ---- for subclasses
 
@@ -189,8 +199,14 @@ class LinePanel(CellWidget, can_focus=True):
         other note precedes."""
         return [(keys if first else f" · {keys}", "dim")] if self.has_focus else []
 
+    def pointed(self, view: View, column: int, row: int) -> Thing | None:
+        """Returns the block, node or request at the cell (column, row) of the body; None if there is none."""
+        return None
+
     def clicked(self, view: View, column: int, row: int) -> None:
-        """Handle a click on the cell (column, row) of the body."""
+        """Handle a click on the cell (column, row) of the body: it selects what is there."""
+        if (here := self.pointed(view, column, row)) is not None:
+            view.select(*here)
 
     # ---- painting
 
@@ -302,10 +318,29 @@ class LinePanel(CellWidget, can_focus=True):
             self.repaint()
 
     def on_click(self, event: events.Click) -> None:
-        column, row = (event.x, event.y) if self.frame == "none" else (event.x - 2, event.y - 1)
+        column, row = self._cell(event)
+        self._point(None, event)
         if self.painted and row >= 0 and column >= 0:
             self.clicked(self.view, column, row)
             self.repaint()
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        column, row = self._cell(event)
+        inside = self.painted and row >= 0 and column >= 0 and not event.button
+        self._point(self.pointed(self.view, column, row) if inside else None, event)
+
+    def on_leave(self) -> None:
+        self._point(None, None)
+
+    def _cell(self, event: events.MouseEvent) -> tuple[int, int]:
+        """Returns the column and row of the body at the pointer."""
+        return (event.x, event.y) if self.frame == "none" else (event.x - 2, event.y - 1)
+
+    def _point(self, thing: Thing | None, event: events.MouseEvent | None) -> None:
+        """Tell the screen when the pointer comes to another thing."""
+        if thing != self._under:
+            self._under = thing
+            self.post_message(Pointed(thing, event.screen_offset if event is not None else Offset()))
 
     @property
     def text(self) -> str:

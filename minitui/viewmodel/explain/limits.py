@@ -105,16 +105,11 @@ class Limit:
         the speed", ": ..."."""
         rest, share = worth_telling(self.others), f"{100 * self.share:.0f} % of the time"
         steps = self.which and f" steps that launch{self.which.removeprefix('launching')}"
-        if self.by is None:
-            unknown = "it is unknown {} limits"
-            claims = [unknown.format("whether the host or the device"), unknown.format("what")]
-        else:
-            claims = [f"the {self.by} limits"] * 2
-        claims[0] += f" the speed{' of' * bool(steps)}{steps}"
-        claims[1] += steps or " the speed" * (self.by is None)
+        claims = [f"the {self.by} limits the speed{' of' * bool(steps)}{steps}", f"the {self.by} limits{steps}"]
         brief = claims[1].removeprefix("the ")
         if self.by is None:
-            brief = f"what limits {share if self.which else 'the speed'} is unknown"
+            claims = [f"{steps.lstrip()}: limit unknown" if steps else "limit unknown"] * 2
+            brief = f"{share}: limit unknown" if self.which else claims[0]
         shares = [f" ({self.count:,} steps, {share})", f" ({share})"] if self.which else [""]
         others = " (other programs: unknown)" if self.others is None else _known(self.known, self.count) * (not rest)
         last = _last(self.steps)

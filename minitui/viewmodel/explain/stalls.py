@@ -75,7 +75,7 @@ class Reason:
         parts = [f"{part.name} {ms(part.ms)}" for part in self.named]
         if not parts:
             return f"usual ({ms(self.usual or 0.0)} ms expected, up to 25 % more)" + self._note
-        return ", ".join(parts) + (f" ms; usually {ms(self.usual)} ms" if self.usual else " ms") + self._note
+        return ", ".join(parts) + (f" + usual {ms(self.usual)} ms" if self.usual else " ms") + self._note
 
     @property
     def _note(self) -> str:

@@ -82,7 +82,7 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     while last is not None and last.wall_ms is None:  # the timing of this step has not arrived
         last = steps.get(last.step - 1)
     seen = firsts.until(seq)[-RECENT_FIRST_TOKENS:]
-    median = float(np.median([item.total_ms for item in seen])) if seen else None
+    median = percentiles(np.array([item.total_ms for item in seen]))[0] if seen else None
     if last is None:
         return Timings(first_token=seen[-1] if seen else None, median_first_ms=median, first_tokens=len(seen))
     for most in (MAX_STEPS // 8, MAX_STEPS):  # the smaller number is almost always enough
@@ -136,19 +136,23 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     )
 
 
+USUAL = "usual "  # begins the last part of `why_briefly`, which may be left out
+
+
 def took_words(row: StepRow) -> str:
     """Returns how long a step took: "5.24 ms". A step that began on the device before the results of the step before it
-    arrived: "1.52 ms after step 362, device 20.4 ms"."""
+    arrived: "ready 1.52 ms after step 362; the device worked 20.4 ms on it"."""
     if row.took_ms is None:
         return ""
     if row.device_ms is None or row.device_ms <= OVERLAPPED * row.took_ms + 0.05:
         return f"{ms(row.took_ms)} ms"
-    return f"{ms(row.took_ms)} ms after step {row.step - 1:,}, device {ms(row.device_ms)} ms"
+    return f"ready {ms(row.took_ms)} ms after step {row.step - 1:,}; the device worked {ms(row.device_ms)} ms on it"
 
 
 def why_briefly(row: StepRow, model: CostModel | None) -> str:
-    """Returns `why_slow` for a narrow panel, the largest part first: "prefill of r64 17.9, launch +12.3", or "next
-    step's prefill of r64 17.9" if this was launched meanwhile. A cost without a plus is expected."""
+    """Returns `why_slow` for a narrow panel, the largest part first: "prefill of r64 17.9, launch +12.3, usual 4.4", or
+    "next step's prefill of r64 17.9" if this was launched meanwhile. The parts add up to the time of the step. A
+    cost without a plus is expected."""
     explanation = explain(row, model)
     if model is None or explanation is None:
         return ""
@@ -165,7 +169,8 @@ def why_briefly(row: StepRow, model: CostModel | None) -> str:
     expected = "expected time unknown" if explanation.untold else f"expected {ms(explanation.expected)} ms"
     if not excess:  # all parts are in the expected time
         return f"{expected}: {', '.join(told)}" if told else expected
-    return ", ".join(told)
+    rest = explanation.took - sum(part for part, _ in parts)
+    return ", ".join([*told, f"{USUAL}{ms(rest)}"] if rest >= 0.005 else told)
 
 
 def usual_words(row: StepRow, model: CostModel | None) -> str:

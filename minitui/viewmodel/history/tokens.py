@@ -11,6 +11,7 @@ summary in the lane.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -208,12 +209,22 @@ class TokenTimes:
         self.first = until
 
 
+FEW = 10  # values
+
+
+def place_of(share: float, count: int) -> float:
+    """Returns the place of a percentile among `count` values in ascending order, from 0: between two of them, or one of
+    them if they are few."""
+    return math.ceil(share * count) - 1 if count < FEW else share * (count - 1)
+
+
 def percentiles(values: np.ndarray) -> tuple[float, float]:
-    """Returns the percentiles 50 and 99. numpy's `percentile` gives the same, but takes five times as long."""
+    """Returns the percentiles 50 and 99. numpy's `percentile` gives the same, but takes five times as long. Those of
+    fewer than FEW values are two of the values (numpy's method "inverted_cdf"): the p99 is then the largest."""
     ordered = np.sort(values)
     found = []
     for share in (0.5, 0.99):
-        place = share * (len(ordered) - 1)
+        place = place_of(share, len(ordered))
         low = int(place)
         high = min(low + 1, len(ordered) - 1)
         found.append(float(ordered[low] + (ordered[high] - ordered[low]) * (place - low)))

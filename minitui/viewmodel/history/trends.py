@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from minitui.viewmodel.history.tokens import FEW
+
 SAMPLES_KEPT = 4_096  # values of a metric that are kept themselves
 BINS = 256
 _EMPTY = array("I", [0]) * BINS
@@ -260,6 +262,8 @@ class Trends:
         found = []
         for share in (0.5, BY_NAME[name].tail / 100):
             place = share * np.maximum(totals - 1, 0)
+            if not BY_NAME[name].level:
+                place = np.where(totals < FEW, np.ceil(share * np.maximum(totals, 1)) - 1, place)
             low = np.floor(place)
             value = of_rank(low)
             if not BY_NAME[name].level:  # between two values, as numpy's `percentile`

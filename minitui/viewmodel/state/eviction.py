@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from itertools import groupby, islice
+from itertools import islice
 
 from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.state import State
@@ -66,15 +66,19 @@ def free_words(state: State, brief: bool = False) -> str:
 
 
 def pressure_words(state: State, order: EvictionOrder, most: int, brief: bool = False) -> str:
-    """Returns which blocks the next allocations take, at most `most`, and how many come after these: "free 7 12, then
-    33 32 of #1, 15 of #2, 40 more, then a preemption"; if `brief`, dots in place of those after these."""
+    """Returns which blocks the next allocations take, at most `most`, and how many come after these: "blocks 7, 12
+    (free), then evict 33, 32, 15 …; after 40 more a request is preempted"; if `brief`, without the last part and in
+    fewer words."""
     if state.free is None and state.counts[FREE]:
         return "unknown: their order is not recorded"
     free, evicted = next_blocks(state, order, most)
-    parts = [f"free {' '.join(map(str, free))}"] if free else []
-    for rank, (_, of_node) in enumerate(groupby(evicted, key=lambda item: item[0].id), 1):
-        numbers = " ".join(str(block) for _, block in of_node)
-        parts.append(f"{'then ' if rank == 1 and free else ''}{numbers} of #{rank}")
-    if (more := state.counts[FREE] + state.counts[CACHED] - most) > 0:
-        return ", ".join(parts) + (" …" if brief else f", {more:,} more, then a preemption")
-    return ", ".join([*parts, "then a preemption"] if parts else ["none, then a preemption"])
+    more = state.counts[FREE] + state.counts[CACHED] - most
+    numbers = [", ".join(map(str, blocks)) for blocks in (free, [block for _, block in evicted])]
+    lead = "" if brief else f"block{'s' * (len(free) > 1)} "
+    text = f"{lead}{numbers[0]} (free)" if free else ""
+    if evicted:
+        text += f"{', then ' * bool(free)}evict {numbers[1]}"
+    if more > 0:
+        return f"{text} …" if brief else f"{text} …; after {more:,} more a request is preempted"
+    end = "then preempt" if brief else "then a request is preempted"
+    return f"{text}, {end}" if text else f"none, {end}"

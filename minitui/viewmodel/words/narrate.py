@@ -23,7 +23,8 @@ from minitui.viewmodel.words.page_words import page_sentences
 
 NAMED = 3  # a sentence names at most this many requests; the others are only counted
 FINISHES = {
-    "stop": "finished (end token or stop string)", "length": "finished (length limit)", "abort": "was cancelled",
+    "stop": ("finished", "end token or stop string"), "length": ("finished", "length limit"),
+    "abort": ("ended", "cancelled"),
 }  # fmt: skip
 
 
@@ -39,7 +40,8 @@ def narrate(view: View, step: int) -> str:
         *computed(view, row, admitted), *_pages(view, step), *_waiting(events), *_finishes(events),
     ]  # fmt: skip
     if sentences and (why := why_long(view, row)):
-        sentences.append(f"It took {took_words(row)} ({why}).")
+        took = took_words(row)
+        sentences.append(f"It {'was' if took.startswith('ready') else 'took'} {took} ({why}).")
     return " ".join(sentences)
 
 
@@ -241,11 +243,13 @@ def _waiting(events: list[Event]) -> list[str]:
 
 def _finishes(events: list[Event]) -> list[str]:
     finished = [event for event in events if event.kind == "finish"]
-    sentences = []
+    alike: dict[tuple[str, int], list[str]] = {}  # (reason, tokens) -> requests
     for event in finished[:NAMED]:
-        reason, tokens = event.record.reason, event.record.output_tokens
-        how = FINISHES.get(reason, f"finished ({reason})")
-        sentences.append(f"r{event.request} {how} after {count(tokens, 'token')}.")
+        alike.setdefault((event.record.reason, event.record.output_tokens), []).append(f"r{event.request}")
+    sentences = []
+    for (reason, tokens), names in alike.items():
+        how, why = FINISHES.get(reason, ("finished", reason))
+        sentences.append(f"{listed(names)} {how} after {count(tokens, 'token')} ({why}).")
     more = len(finished) - NAMED
     if more > 0:
         sentences.append(f"{more} more finished.")

@@ -51,7 +51,7 @@ def figures_in_words(row: RequestFigures, first: Reason | None = None) -> list[s
 def _again(row: RequestFigures) -> str:
     """Returns how many tokens a preempted request computed twice and took from the cache again."""
     if row.recomputed_tokens is None or row.reused_tokens is None:
-        return "first before these records: tokens computed twice unknown"
+        return "the first before these records began; tokens computed twice: unknown"
     return f"{count(row.recomputed_tokens, 'token')} computed twice, {row.reused_tokens:,} from the cache again"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine.trace.waste import copies_of
 from minitui.text import count, listed, ms, ranges
 from minitui.viewmodel.explain.cut_hits import why_ended
-from minitui.viewmodel.explain.timing import why_slow
+from minitui.viewmodel.explain.timing import took_words, why_slow
 from minitui.viewmodel.history.spans import parts_of
 from minitui.viewmodel.history.steps import StepRow
 from minitui.viewmodel.requests import Requests
@@ -85,7 +85,7 @@ def _request(view: View, id: int) -> Story:
         if drafted:
             story.tell("drafts", f"{accepted:,} of {drafted:,} accepted: each accepted draft saves one step")
         if figures.preemptions:
-            reused = "first before these records: tokens from the tree again unknown"
+            reused = "the first before these records began; tokens from the tree again: unknown"
             if figures.reused_tokens is not None:
                 reused = f"then {count(figures.reused_tokens, 'token')} came from the tree again"
             story.tell("preempted", f"{count(figures.preemptions, 'time')}; {reused}")
@@ -233,7 +233,7 @@ def _step(view: View, step: int) -> Story:
     _tell_more(story, len(row.drafts))
     if row.took_ms is not None:
         why = why_slow(row, view.models.of(step), always=True) or UNKNOWN_TIME
-        story.tell("took", f"{ms(row.took_ms)} ms; {why}")
+        story.tell("took", f"{took_words(row)}; {why}")
         work = {"plan": row.plan_ms, "launch": row.launch_ms, "commit": row.commit_ms}
         host = ", ".join(f"{kind} {'–' if part is None else ms(part)}" for kind, part in work.items()) + " ms"
         story.tell("this step", host + (f"; device {ms(row.device_ms)} ms" if row.device_ms is not None else ""))
@@ -263,7 +263,7 @@ def _waiting(view: View, row: StepRow) -> str:
         return text
     queue = len(state.queue)
     now = f"{len(state.requests) - queue:,} running, {queue:,} waiting"
-    return f"{text} when this step was planned; in the panels, after the plan of step {ahead:,}: {now}"
+    return f"{text} when this step was planned; after the plan of step {ahead:,}, as in the panels: {now}"
 
 
 def _tell_more(story: Story, number: int) -> None:

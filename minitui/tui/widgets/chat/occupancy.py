@@ -137,36 +137,32 @@ def side_strips(state: State, width: int) -> Runs:
 
 def waste_words(waste: WasteFigures, room: int, recomputed: int = 0) -> str:
     """Returns the figures in the longest wording that has at most `room` characters, else in the shortest. If tokens
-    computed again are not recorded, only the tokens `recomputed` by the known preempted requests are known."""
-    again, copied = waste.again, "–" if waste.copies is None else f"{waste.copies:,}"
-    copies = "copy" if waste.copies == 1 else "copies"
-    hold = "block holds" if waste.copies == 1 else "blocks hold"
-    share = f" ({100 * waste.unused_slots / waste.slots:.0f} %)" if waste.slots else ""
-    slots = count(waste.unused_slots, "slot")
+    computed twice are not recorded, only the tokens `recomputed` by the known preempted requests are known."""
+    again = waste.again
     if again is None:
-        long = brief = f"{recomputed:,} preempted, others –"
-        total = f"{short(recomputed)} preempted"
+        total, why = recomputed, " after preemptions, others unknown"
     else:
-        parts = (again.evicted, "evicted"), (again.preempted, "preempted"), (again.duplicate, "duplicate")
-        long = ", ".join(f"{tokens:,} {why}" for tokens, why in parts)
-        brief = f"{again.evicted:,} evicted {again.preempted:,} preempted {again.duplicate:,} duplicate"
-        total = short(again.evicted + again.preempted + again.duplicate)
-    whole = f"{slots} of the requests' blocks unused{share} · {copied} {hold} a copy · tokens computed again"
+        figures = (again.evicted, "evicted"), (again.preempted, "preempted"), (again.duplicate, "duplicate")
+        total = sum(tokens for tokens, _ in figures)
+        why = ": " * bool(total) + ", ".join(f"{tokens:,} {name}" for tokens, name in figures if tokens)
+    twice = f"{count(total, 'token')} computed twice"
+    slots = count(waste.unused_slots, "empty slot")
+    share = f" ({100 * waste.unused_slots / waste.slots:.0f} %)" if waste.unused_slots else ""
+    copies = "copies unknown" if waste.copies is None else f"{waste.copies:,} cop{'y' if waste.copies == 1 else 'ies'}"
     wordings = (
-        f"{whole} since the start: {long}",
-        f"{whole}: {long}",
-        f"{slots} unused{share} · {copied} block {copies} · tokens again: {long}",
-        f"{slots} unused · {copied} {copies} · again: {brief}",
-        f"{slots} unused · {copied} block {copies} · {total} tokens computed again",
-        f"{slots} unused · {copied} {copies} · {total} tokens again",
-        f"{short(waste.unused_slots)} slots {copied} {copies} {total} again",
+        f"{slots}{share} in blocks of requests, {copies}; since the start, {twice}{why}",
+        f"{slots}{share}, {copies}; {twice}{why}",
+        f"{slots}, {copies}; {twice}{why}",
+        f"{slots}, {copies}; {twice}",
+        f"{short(waste.unused_slots)} empty slots, {copies}; {short(total)} computed twice",
+        f"{short(waste.unused_slots)} empty, {copies}, {short(total)} twice",
     )
     return next((words for words in wordings if len(words) <= room), wordings[-1])
 
 
 def waste(view: View, width: int) -> Row:
     """Returns the row about the waste."""
-    lead = "waste "
+    lead = "waste: "
     return Row(lead, "dim").add(waste_words(view.waste, width - len(lead), view.recomputed), "dim")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.segment import Segment
 from rich.style import Style
+from textual import events
 from textual.geometry import Offset, Size
 from textual.scroll_view import ScrollView
 from textual.selection import Selection
@@ -50,7 +51,7 @@ class Transcript(ScrollView, can_focus=True):
     DEFAULT_CSS = """
     Transcript { background: $ground; color: $ink; padding: 1 1 0 1; overflow-x: hidden; scrollbar-size-vertical: 1;
         scrollbar-background: $ground; scrollbar-background-hover: $ground; scrollbar-color: $frame; }
-    Transcript:focus { border-left: outer $accent; padding-left: 0; }
+    Transcript:focus { border-left: outer $accent; padding: 1 1 0 0; }
     """
 
     def __init__(self, *, id: str | None = None) -> None:
@@ -58,7 +59,7 @@ class Transcript(ScrollView, can_focus=True):
         self.session: Session | None = None
         self.speaker = "model"
         self.paused = ""  # said where an answer waits: the engine is paused, and what lets it run
-        self.welcome: Callable[[int], list[list[Run]]] = lambda width: []
+        self.welcome: Callable[[int], list[tuple[list[Run], Callable[[], object] | None]]] = lambda width: []
         self._blocks: list[_Block] = []
         self._rows: list[list[Run]] = []
         self._strips: dict[int, Strip] = {}
@@ -143,7 +144,7 @@ class Transcript(ScrollView, can_focus=True):
     def _head(self, width: int) -> list[list[Run]]:
         assert self.session is not None
         if not self.session.messages:
-            return self.welcome(width)
+            return [row for row, _ in self.welcome(width)]
         lines = _plain(markdown.shortened(self.session.system, ROOM_STEP) or "(no system prompt)", width)
         if len(lines) > 2:
             lines = [lines[0], [(lines[1][0][0][: width - 3] + f" {glyphs().dots}", "text")]]
@@ -254,7 +255,13 @@ class Transcript(ScrollView, can_focus=True):
         return strip.apply_offsets(0, y)
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
-        return selection.extract(self.text), "\n"
+        """Returns the selected text without the column of the speakers."""
+        spans = ((line, selection.get_span(y)) for y, line in enumerate(self.text.split("\n")))
+        lines = [
+            line[max(LABEL, span[0]) : max(LABEL, span[1]) if span[1] >= 0 else None]
+            for line, span in spans if span is not None
+        ]  # fmt: skip
+        return "\n".join(lines), "\n"
 
     def selection_updated(self, selection: Selection | None) -> None:
         self.refresh()
@@ -268,6 +275,15 @@ class Transcript(ScrollView, can_focus=True):
 
     def on_resize(self) -> None:
         self.sync()
+
+    def on_click(self, event: events.Click) -> None:
+        """Do what a row of the welcome says."""
+        at = event.get_content_offset(self)
+        if at is None or self.session is None or self.session.messages or not self._look:
+            return
+        for _, action in self.welcome(self._look[0])[at.y + self.scroll_offset.y :][:1]:
+            if action is not None:
+                action()
 
     def notify_style_update(self) -> None:
         super().notify_style_update()

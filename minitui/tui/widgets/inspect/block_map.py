@@ -18,7 +18,7 @@ from textual.binding import Binding
 
 from minitui.tui.glyphs import ASCII, glyphs
 from minitui.tui.theme import LIT
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, Thing, paragraphs, selected
 from minitui.tui.widgets.chat import occupancy
 from minitui.tui.widgets.inspect.block_colours import COLOURINGS, Layer, lay_out, with_filling
 from minitui.tui.widgets.rows import Line, Row, Run, Runs, runs_width
@@ -302,11 +302,10 @@ tokens.""")
         block = selected(view, "block")
         return None if block is None else self.grid.cell_of(block)
 
-    def clicked(self, view: View, column: int, row: int) -> None:
+    def pointed(self, view: View, column: int, row: int) -> Thing | None:
         body = self.size.height - (0 if self.frame == "none" else 2)
         block = self.grid.block_at(column, row - (body - self.grid.height))
-        if block is not None:
-            view.select("block", block)
+        return None if block is None else ("block", block)
 
     def action_move(self, dx: int, dy: int) -> None:
         view, g = self.view, self.grid

@@ -12,7 +12,7 @@ from textual.binding import Binding
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import LIT, owner_style
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, Thing, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clip, fitting, legend, wrapped
 from minitui.viewmodel.view import View
 
@@ -169,10 +169,9 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
 
     # ---- selection
 
-    def clicked(self, view: View, column: int, row: int) -> None:
-        for rows, columns, block in self._places:
-            if row - self._heading in rows and column in columns:
-                view.select("block", block)
+    def pointed(self, view: View, column: int, row: int) -> Thing | None:
+        here = (block for rows, columns, block in self._places if row - self._heading in rows and column in columns)
+        return next((("block", block) for block in here), None)
 
     def action_move(self, by: int) -> None:
         id = self.view.subject()

@@ -14,7 +14,7 @@ from textual.binding import Binding
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import owner_style
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, Thing, paragraphs, selected
 from minitui.tui.widgets.inspect.vitals import spark
 from minitui.tui.widgets.rows import Row, Run, Runs, fit, fitting, legend, runs_width
 from minitui.viewmodel.explain.stalls import Stall, worst_stall
@@ -292,12 +292,16 @@ select one of these two, the label names that request. A label has the colour of
 
     # ---- selection and scale
 
-    def clicked(self, view: View, column: int, row: int) -> None:
+    def pointed(self, view: View, column: int, row: int) -> Thing | None:
         index = row - 2
-        if 0 <= index < len(self.rows.slots) and self.rows.slots[index]:
-            view.select("request", self._request_at(view, self.rows.slots[index], column))
-        elif row < 2 and column >= self.label:
+        slot = self.rows.slots[index] if 0 <= index < len(self.rows.slots) else None
+        return ("request", self._request_at(view, slot, column)) if slot else None
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        if row < 2 and column >= self.label:
             self._select_step(view, self.first_step + (column - self.label) * self.k)
+        else:
+            super().clicked(view, column, row)
 
     def _request_at(self, view: View, slot: list[int], column: int) -> int:
         """Returns the request of a row that was waiting or running in a column; if none was, the row's last request."""

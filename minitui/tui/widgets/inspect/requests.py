@@ -11,7 +11,7 @@ from textual.binding import Binding
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import owner_style
-from minitui.tui.widgets.base import LinePanel, Picture, paragraphs, selected
+from minitui.tui.widgets.base import LinePanel, Picture, Thing, paragraphs, selected
 from minitui.tui.widgets.inspect.timeline import TimelineOpened
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, first_rows, fit
 from minitui.viewmodel.explain.stalls import Reason, explain_gap, gap_words
@@ -99,7 +99,7 @@ that the request holds, or held when it finished. "preempt" is how often the req
 many tokens were computed again because of that. "reused" is how many came from the tree instead. "evicted" is how many
 tokens of the prompt were computed because their cached blocks had been evicted.
 
-In the causes, "usually" is what the token's step should take without prompts, computed from the costs of the last 1,000
+In the causes, "usual" is what the token's step should take without prompts, computed from the costs of the last 1,000
 steps. A time up to 25 % above the expected one is "the usual variation": it needs no cause, and
 neither does a "rest" beside causes. "Next step 57" is a step that the host launched before the step of the token
 ended; the launch of its prompt delayed the token.
@@ -282,17 +282,19 @@ selection, Enter opens the timeline of the request with the longest gap.""")
 
     # ---- keys and the mouse
 
+    def pointed(self, view: View, column: int, row: int) -> Thing | None:
+        return ("request", self._shown[row - 1].id) if 0 < row <= len(self._shown) else None
+
     def clicked(self, view: View, column: int, row: int) -> None:
+        here = self.pointed(view, column, row)
         if row == 0:
             found = next((index for index, end in self._ends if column < end), None)
             if found is not None:
                 self._sort_by(found)
-        elif row <= len(self._shown):
-            request = self._shown[row - 1].id
-            if selected(view, "request") == request:
-                self.action_open()
-            else:
-                view.select("request", request)
+        elif here is not None and here[1] == selected(view, "request"):
+            self.action_open()
+        else:
+            super().clicked(view, column, row)
 
     def _sort_by(self, index: int) -> None:
         """Sort by a column: numbers from the largest, words from a to z; again: in reverse."""

@@ -15,7 +15,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs, cells, fitting, legend
 from minitui.viewmodel.explain.cost_model import CostModel
-from minitui.viewmodel.explain.timing import took_words, why_briefly, why_slow
+from minitui.viewmodel.explain.timing import USUAL, took_words, why_briefly, why_slow
 from minitui.viewmodel.history.steps import StepRow
 from minitui.viewmodel.view import View
 
@@ -26,9 +26,15 @@ def cause_within(row: StepRow, model: CostModel | None, width: int) -> str:
     whole = why_slow(row, model)
     if len(whole) <= width:
         return whole
-    brief = why_briefly(row, model).split(", ")  # the largest part first
+    whole = why_briefly(row, model)
+    brief = without_usual(whole).split(", ")  # the largest part first
     parts = [", ".join([*brief[:n], glyphs().dots]) for n in range(len(brief) - 1, 0, -1)]
-    return next((text for text in (", ".join(brief), *parts) if text and len(text) <= width), "")
+    return next((text for text in (whole, ", ".join(brief), *parts) if text and len(text) <= width), "")
+
+
+def without_usual(why: str) -> str:
+    """Returns the text of `why_briefly` without its last part, if that is the usual time."""
+    return why.rpartition(f", {USUAL}")[0] or why
 
 
 def contents(row: StepRow, most: int = 4) -> str:
@@ -124,9 +130,8 @@ def _ahead(view: View, row: StepRow | None) -> tuple[str, ...]:
     ahead = view.moment.planned_ahead
     if ahead is None or row is None or row.step != view.moment.horizon:
         return ()
-    return tuple(f"{what} plan of {step}{ahead:,}" for what, step in (
-        ("requests and blocks: with the", "step "), ("panels: with the", "step "), ("panels:", ""),
-    ))  # fmt: skip
+    steps = count(ahead - row.step, "step")
+    return f"panels are {steps} ahead: with the plan of step {ahead:,}", f"panels are {steps} ahead"
 
 
 def _add_cause(line: Row, view: View, row: StepRow, width: int) -> None:

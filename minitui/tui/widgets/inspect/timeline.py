@@ -105,7 +105,8 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         chosen = self._chosen()
         if chosen is None or self._found is None:
             gone = figures.gaps is None
-            rows.append(Row("its tokens are no longer kept" if gone else "no gap yet: two tokens make one").done(width))
+            why = "its tokens are no longer kept" if gone else "no gap yet: a gap needs two tokens"
+            rows.append(Row(why).done(width))
             return Picture([*rows, *late][:height], title=title)
         gap = self._found.gap(chosen + 1)
         longest = int(self._gaps.argmax())

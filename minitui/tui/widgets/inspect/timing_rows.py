@@ -5,7 +5,7 @@ from __future__ import annotations
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.inspect.host_device import LABEL
-from minitui.tui.widgets.inspect.step_bar import cause_within
+from minitui.tui.widgets.inspect.step_bar import cause_within, without_usual
 from minitui.tui.widgets.rows import Row, Runs, first_rows, fitting, plain, wrapped
 from minitui.viewmodel.explain.limits import Limit, OtherPrograms
 from minitui.viewmodel.explain.timing import RECENT_FIRST_TOKENS, KindStats, Timings, why_briefly, why_slow
@@ -53,12 +53,15 @@ def slowest_rows(view: View, width: int, most: int) -> list[Runs]:
         return [Row("slowest", "dim").to(LABEL).add("no step timed yet", "dim").done(width)]
     model = view.models.of(slowest.step)
     took, step = f"{ms(slowest.took_ms)} ms", f" step {slowest.step:,}"
+    if view.timings.by_device:  # not the clock of the table above
+        step += fitting(width - LABEL - len(took) - len(step), f", since the results of step {slowest.step - 1:,}", "")
     style, whole, brief = "prefill" if slowest.chunks else "ink", why_slow(slowest, model), why_briefly(slowest, model)
     padded = LABEL + len(took) + len(step) + 1 + len(whole) <= width
     row = Row("slowest ", "dim").to(LABEL if padded else 0).add(took, "bold ink").add(step)
     if row.width + 1 + len(whole) <= width:
         return [row.add(" ").add(whole, style).done(width)]
-    first, *others = wrapped(f"{plain(tuple(row.runs))} {brief}", style, width)
+    texts = (f"{plain(tuple(row.runs))} {why}" for why in (brief, without_usual(brief)))
+    first, *others = min((wrapped(text, style, width) for text in texts), key=len)
     if len(others) < most:
         return [row.add(plain(first)[row.width :], style).done(width), *others]
     if most == 1:

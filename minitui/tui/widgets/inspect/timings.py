@@ -37,7 +37,7 @@ HISTOGRAM = 30  # cells
 BESIDE_FROM = 72  # cells: a narrower panel has no histogram
 LEAST_CHART = 4  # rows of the smallest chart
 KIND = 9  # cells
-DEVICE_FROM = 100  # cells: the list of a narrower panel has no device times
+ENDS = (20, 29)  # where the list's columns of figures end: step, took
 
 
 def charts(times: StepTimes, width: int, rows: int, chosen: int | None) -> list[Runs]:
@@ -98,14 +98,9 @@ def list_top(slowest: list[StepRow], chosen: int, rows: int) -> int:
     return max(0, min(chosen - rows + 2, len(slowest) - rows + 1))
 
 
-def room_for_why(view: View, width: int) -> int:
+def room_for_why(width: int) -> int:
     """Returns the cells for the cause of a step in its row of the list."""
-    return width - _ends(view, width)[-1] - 2 - KIND
-
-
-def _ends(view: View, width: int) -> tuple[int, ...]:
-    """Returns where the columns of figures end: step, took and, in a wide panel, device."""
-    return (20, 29, 38) if view.timings.device_ms is not None and width >= DEVICE_FROM else (20, 29)
+    return width - ENDS[-1] - 2 - KIND
 
 
 def slow_steps(
@@ -113,11 +108,11 @@ def slow_steps(
 ) -> list[Runs]:
     """Returns the list of the slowest steps, with the step at index `at`. `chosen`: it is highlighted. `among`: they
     are the slowest ones of a number of steps. The heading says so, and how many do not fit."""
-    room, top, ends = rows - 1, list_top(slowest, at, rows), _ends(view, width)
+    room, top = rows - 1, list_top(slowest, at, rows)
     head = Row(f"slowest {len(slowest)}", "dim")
-    for name, end in zip(("step", "took ms", "device"), ends, strict=False):
+    for name, end in zip(("step", "took ms"), ENDS, strict=True):
         head.right(name, end, "dim")
-    head.to(ends[-1] + 2).add("kind".ljust(KIND) + "why", "dim")
+    head.to(ENDS[-1] + 2).add("kind".ljust(KIND) + "why", "dim")
     last, hidden = f"of the last {among:,} steps", len(slowest) - room
     more = f"+{hidden} more: {up_down()}" if hidden > 0 else ""
     told = [f"{last} · {more}", f"of {among:,} steps · {more}", more] if more else [last, f"of {among:,} steps"]
@@ -127,11 +122,10 @@ def slow_steps(
         step = slowest[i]
         ground = " on select" if chosen and i == at else ""
         row = Row(f"{i + 1:>9}", "dim" + ground)
-        device = glyphs().dash if step.device_ms is None else ms(step.device_ms)
-        for text, end in zip((f"{step.step:,}", ms(step.took_ms or 0.0), device), ends, strict=False):
+        for text, end in zip((f"{step.step:,}", ms(step.took_ms or 0.0)), ENDS, strict=True):
             row.to(end - len(text), " ", "ink" + ground).add(text, "bold ink" + ground)
         style = STYLES[("decode", "mixed", "prefill").index(step.kind)]
-        row.to(ends[-1] + 2, " ", "ink" + ground).add(step.kind.ljust(KIND), style + ground)
+        row.to(ENDS[-1] + 2, " ", "ink" + ground).add(step.kind.ljust(KIND), style + ground)
         model = view.models.of(step.step)
         usual = usual_words(step, model)
         fits = 0 < len(usual) <= width - row.width
@@ -160,8 +154,7 @@ waits for the whole step: this is a reason to cut long prompts into chunks. One 
 The table is about the steps of the last ten seconds: the title says how many. It has the time that a step took ("took
 ms"), with a kind's share of the time. Where steps overlap, it has the device's times ("device ms") and shares of the
 device's time, because the time between two results includes the launch of the next step. The chart and the list of the
-slowest steps always have the time that a step took ("took"), and the list has the device's time beside it where there
-is room.
+slowest steps always have the time that a step took ("took").
 
 A step's time begins with the results of the step before: it contains the commit of that step and, with overlap, the
 plan and the launch of the next step. Pauses and slow motion do not count. A prefill is launched kernel by kernel, so
@@ -312,7 +305,7 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
     def _foot(self, step: StepRow, view: View, width: int, most: int = FOOT) -> list[Runs]:
         """Returns at most `most` rows with the cause of a step, if its row of the list has not all of it."""
         why = why_slow(step, view.models.of(step.step))
-        if len(why) <= room_for_why(view, width):
+        if len(why) <= room_for_why(width):
             return []
         return first_rows(f"step {step.step:,}: {why}", "ink", width, most, "d: details")
 

@@ -19,7 +19,7 @@ from engine.trace.views import FREE, NodeView
 from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import LIT
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected, typed
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, Thing, paragraphs, selected, typed
 from minitui.tui.widgets.inspect.icicle import Icicle, icicle
 from minitui.tui.widgets.rows import (
     Row,
@@ -134,7 +134,7 @@ node of which the running step still computes blocks. A large panel (z) also has
         self.bottom = len(rows)
         rows += [*below, self._foot(view, hidden, picture.evictable_tokens, width)]
         g = glyphs()
-        key = legend((g.in_use, "running", "in use"), (g.evictable, "hit", "cached, evictable"))
+        key = legend((g.in_use, "running", "in use"), (g.evictable, "hit", "cached"))
         if self.icicle is not None:
             key = legend((" ", "on-fill on shared", "several users"), (" ", "on-fill on active", "one"),
                          (" ", "on-fill on cached", "none: cached"), (g.filling, "active", "not in the tree yet"))
@@ -175,7 +175,7 @@ node of which the running step still computes blocks. A large panel (z) also has
 
     def _head(self, width: int) -> Runs:
         at = width - sum(w for _, w in self._columns(width))
-        row = Row("role  text, from where it diverges" if at > 36 else "role  text", "dim")
+        row = Row("role  text after the shared part" if at > 36 else "role  text", "dim")
         for name, w in self._columns(width):
             at += w
             row.right(name, at, "dim")
@@ -256,7 +256,7 @@ node of which the running step still computes blocks. A large panel (z) also has
                 texts = f"next eviction: {free_words(state)}", f"eviction {free_words(state, brief=True)}"
                 rows.append(Row(fitting(width, *texts), "dim").done(width))
         if view.history.loaded and height > 4 and is_under_pressure(state):
-            lead = "few free blocks · next blocks: " if width >= 60 else "next blocks: "
+            lead = "few free blocks · next: " if width >= 60 else "next: "
             order = view.moment.tree.eviction(view.moment.shown)
             most, free = max(1, width // 5), state.counts[FREE]  # the whole text only if it names an evicted block
             sizes = [*((n, False) for n in range(most, free, -1)), *((n, True) for n in range(most, 0, -1))]
@@ -321,17 +321,14 @@ node of which the running step still computes blocks. A large panel (z) also has
 
     # ---- clicks and keys
 
-    def clicked(self, view: View, column: int, row: int) -> None:
+    def pointed(self, view: View, column: int, row: int) -> Thing | None:
         index, below = self.top + row - 1, row - self.bottom
         if self.icicle is not None and below < 0:
             bar = self.icicle.at(column, row)
-            if bar is not None and bar.kind != "evicted":
-                view.select(bar.kind, bar.id)
-            return
+            return None if bar is None or bar.kind == "evicted" else (bar.kind, bar.id)
         if 0 <= below < len(self.below) and self.below[below]:
-            view.select("node", self.below[below])
-        elif below < 0 < row and index < len(self.nodes):
-            view.select("node", self.nodes[index])
+            return "node", self.below[below]
+        return ("node", self.nodes[index]) if below < 0 < row and index < len(self.nodes) else None
 
     def action_move(self, by: int) -> None:
         if not self.nodes:

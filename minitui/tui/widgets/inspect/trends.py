@@ -39,12 +39,13 @@ hits the bad values are the low ones, so p1 is the solid part and p50 is the end
 
 "First token" is the time from a question to the first token of its answer: queue + prefill. "Token gaps" are the times
 between two tokens of a request, also if it was preempted between them. "Hit of a prompt" is the share of one prompt
-that came from the cache; the hit rate in the vitals is that of all prompt tokens together. "Pool" is the share of
-blocks that hold data, and "queue" the number of waiting requests: for half of the time, they were not above their p50,
-and "now" is the value at the moment of the picture, which may have
-lasted for less than 1 % of the time and be above p99. Pauses and slow motion do not count as time.
+that came from the cache; the hit rate beside it, as in the vitals, is that of all prompt tokens together. "Pool" is the
+share of blocks that hold data, and "queue" the number of waiting requests: for half of the time, they were not above
+their p50, and "now" is the value at the moment of the picture, which may have lasted for less than 1 % of the time and
+be above p99. Pauses and slow motion do not count as time.
 
-Percentiles of up to 4,096 values are exact; of more values, they are exact within 3 %. "Of 64" is the number of values.
+Percentiles of up to 4,096 values are exact; of more values, they are exact within 3 %. Those of fewer than ten values
+are two of the values. "Of 64" is the number of values.
 The charts count all first tokens of their span; the median in Timings is that of the last 32 first tokens.
 
 The figures beside each name are of the whole span, or of the column under the cursor. If the largest value is much
@@ -84,7 +85,11 @@ larger than the usual one, the scale is logarithmic.""")
             if self.back is not None:
                 self.back = min(self.back, self._columns - 1)
                 cursor = self._columns - 1 - self.back
-            level = {"pool": 100 * view.moment.shown.used, "queue": len(view.moment.shown.state.queue)}.get(metric.name)
+            rate = view.moment.reused.hit_rate
+            level = {
+                "pool": 100 * view.moment.shown.used, "queue": len(view.moment.shown.state.queue),
+                "hit of a prompt": None if rate is None else 100 * rate,
+            }.get(metric.name)  # fmt: skip
             rows += self._chart(metric, series, whole, level, max(0, each + (i < more) - 1), width, cursor)
         rows.append(self._axis(now, width, cursor))
         g = glyphs()
@@ -97,11 +102,13 @@ larger than the usual one, the scale is logarithmic.""")
         self, metric: Metric, series: Series, whole: tuple[float, float, int], level: float | None, rows: int,
         width: int, cursor: int | None,
     ) -> list[Runs]:  # fmt: skip
-        """Returns the rows of a chart. `level`: the value of a level at the moment of the picture."""
+        """Returns the rows of a chart. `level`: the value of a level at the moment of the picture; of hits, the hit
+        rate, which counts all prompt tokens together."""
         p50, tail, count = whole if cursor is None else series.at(cursor)
         row = Row(metric.name, "bold ink")
         if level is not None and cursor is None:
-            row.add("  now ", "dim").add(f"{_number(metric, level)} {metric.unit}".rstrip(), "ink")
+            now = f"{_number(metric, level)} {metric.unit}".rstrip() if metric.level else f"{level:.1f} %"
+            row.add("  now " if metric.level else "  hit rate ", "dim").add(now, "ink")
         for name, value in (("p50", p50), (f"p{metric.tail}", tail)):
             text = glyphs().dash if np.isnan(value) else f"{_number(metric, value)} {metric.unit}".rstrip()
             row.add(f"  {name} ", "dim").add(text, "ink")
