@@ -7,6 +7,7 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,8 @@ HELP = """Measure this machine, and the share of its limits that the engine reac
   minitui bench                     on a GPU: Qwen3-0.6B and 8B with random weights; else the bundled model
   minitui bench --model DIR         a checkpoint; with --dummy-weights, DIR needs only config.json
   minitui bench --shape 8B --json   one built-in shape, as JSON
-  minitui bench --shape 0.6B --quantization int8     on a CPU, weights in 8 bits
+  minitui bench --shape 0.6B --quantization int8     on a CPU, with llama.cpp beside it if it is installed:
+                                    pip install llama-cpp-python gguf
   minitui bench --url ADDRESS       measure a server; minitui bench --url ADDRESS --help lists the options
 """
 
@@ -47,7 +49,8 @@ class Options:
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: 8-bit keys and values.")] = "auto"
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step, on a GPU.")] = 16_384
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: one fewer than there are cores.")] = None
-    runs: Annotated[int, typer.Option(min=1, help="Runs of each row on a CPU.")] = 8
+    no_compare: Annotated[bool, typer.Option("--no-compare", help="On a CPU: do not measure llama.cpp.")] = False
+    pairs: Annotated[int, typer.Option(min=1, help="On a CPU: pairs of runs, of minitui and of llama.cpp.")] = 8
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
 
@@ -161,9 +164,10 @@ def _measure(
     from engine.llm import LLM
     from engine.model.hf.config import read_model_config
     from engine.worker.weights.quantised import itemsizes
-    from minitui.bench.cpu import CpuRows
+    from minitui.bench.cpu import cpu_rows
     from minitui.bench.gpu import H200, GpuRows
     from minitui.bench.limits import Work
+    from minitui.bench.llama import LlamaCpp, NotMeasured
     from minitui.bench.rows import said
 
     directory = resolve_model(model, weights=not dummy, tokenizer=False)
@@ -187,10 +191,20 @@ def _measure(
     work = Work.of(config, 1 if small else itemsize, weights)
     if on_gpu:
         references = H200.get(label, {}) if "H200" in torch.cuda.get_device_name() else {}
-        found = GpuRows(llm, work, limits, references).all()
+        rows = said(GpuRows(llm, work, limits, references).all(), say)
     else:
-        found = CpuRows(llm, work, limits, options.runs).all()
-    result: dict[str, Any] = {"info": info.to_json(), "notes": notes, "rows": said(found, say)}
+        with ExitStack() as stack:
+            other, note = None, ""
+            if not options.no_compare:
+                try:
+                    other = stack.enter_context(LlamaCpp(config, info.quantization, torch.get_num_threads()))
+                    note = f"beside it: {other.name}, {options.pairs} pair{'s' if options.pairs > 1 else ''} of runs"
+                except NotMeasured as error:
+                    note = str(error)
+                say(note)
+                notes.append(note)
+            rows = said(cpu_rows(llm, work, limits, options.pairs, other), say)
+    result: dict[str, Any] = {"info": info.to_json(), "notes": notes, "rows": rows}
     llm.engine.check()
     llm.close()
     return result

@@ -21,7 +21,8 @@ from engine.trace.waste import waste_of
 class Row:
     """A measured value.
 
-    `limit`: the best value that the machine's limits allow. `other`: the value of another engine.
+    `limit`: the best value that the machine's limits allow. `other`: the value of another engine. `ratio`: the median
+    of value / other, if both were measured in pairs.
     """
 
     name: str
@@ -31,6 +32,8 @@ class Row:
     other: float | None = None
     note: str = ""
     sustained: float | None = None  # `limit`, but computed with Limits.sustained
+    other_name: str = "best other"
+    ratio: float | None = None
     tokens_per_s: float | None = None  # if the unit is a time
 
     @property
@@ -51,7 +54,9 @@ class Row:
         if self.tokens_per_s is not None:
             parts.append(f"{_number(self.tokens_per_s)} tok/s")
         if self.other is not None:
-            parts.append(f"best other {_number(self.other)}")
+            parts.append(f"{self.other_name} {_number(self.other)}")
+        if self.ratio is not None:
+            parts.append(f"ratio {self.ratio:.2f}")
         return "   ".join([*parts, self.note]).rstrip()
 
     def as_dict(self) -> dict[str, Any]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.core.allocator import BlockAllocator
 from engine.core.radix import RadixTree
+from engine.gguf.header import read_header
 from engine.llm import LLM
 from engine.model.hf.config import read_model_config
 from engine.trace.records import RecordLog
-from minitui.bench import cpu, gpu, limits, main
+from minitui.bench import cpu, gpu, limits, llama, main
 from minitui.bench.limits import Limits, Work, write_config
 from minitui.bench.rows import Row
 from minitui.dev import bench as host
@@ -71,18 +74,81 @@ def test_the_command_measures_the_bundled_model_on_a_cpu(
     monkeypatch.setattr(cpu, "REPLY", 12)
     monkeypatch.setattr(limits, "CPU_NUMBERS", 1 << 22)
     monkeypatch.setattr(main, "models", lambda *_: iter([("bundled", _bundled(), False)]))
-    main.measure(main.Options(device="cpu", json=True, threads=1, runs=1))
+    monkeypatch.setattr(llama, "PACKAGES", {"llama_cpp_that_is_missing": "llama-cpp-python"})
+    main.measure(main.Options(device="cpu", json=True, threads=1, pairs=1))
     report = json.loads(capsys.readouterr().out)
     assert report["limits"]["read"] > 0 and report["limits"]["matmul"] > 0
+    assert report["models"]["bundled"]["notes"][-1].endswith("pip install llama-cpp-python")
     rows = {row["name"]: row for row in report["models"]["bundled"]["rows"]}
     one, eight = rows["decode step, 1 row"], rows["decode step, 8 rows"]
     # A step's time is a difference of two times: on a busy machine it may even be negative.
-    assert one["value"] != eight["value"]
+    assert one["value"] != eight["value"] and one["other"] is None
     assert eight["tokens_per_s"] == pytest.approx(8e3 / eight["value"])
     unused, again = rows["8 streams, unused slots"], rows["8 streams, tokens computed again"]
     assert 0 < unused["value"] < 100 and (again["value"], again["note"]) == (0, "0 evicted, 0 preempted, 0 duplicate")
     cached, cold = rows["first token, 512 cached + 16"], rows["prompt of 512"]
     assert cached["value"] < cold["value"], "a cached prefix should make the first token come sooner"
+
+
+class OtherEngine:
+    """Takes the times that the test gives, and writes down when it ran."""
+
+    def __init__(self, name: str, ms: Iterator[float], order: list[str]) -> None:
+        self._name, self._ms, self._order = name, ms, order
+
+    def decode(self, rows: int, prompt: int, steps: int) -> float:
+        self._order.append(self._name)
+        return next(self._ms)
+
+    def first_tokens(self, prompt: int, rest: int) -> tuple[float, float]:
+        return 1.0, 1.0
+
+
+def test_two_engines_take_turns_and_the_ratio_is_that_of_pairs() -> None:
+    order: list[str] = []
+    ours = OtherEngine("ours", iter([1.0, 2.0, 9.0]), order)  # the third pair is on a slow machine: both take longer
+    theirs = OtherEngine("theirs", iter([2.0, 4.0, 18.0]), order)
+    runs = cpu._in_turn(3, ours, theirs, lambda engine: (engine.decode(1, 2, 3),))
+    assert order == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
+    row = cpu._row("decode step, 4 rows", runs, 0, 1.0, 4)
+    assert (row.value, row.other, row.ratio, row.tokens_per_s) == (2.0, 4.0, 0.5, 2000.0)
+    assert "llama.cpp       4.00   ratio 0.50" in row.line() and "2,000 tok/s" in row.line()
+
+
+@pytest.mark.parametrize("kind,bytes_each", [("int8", 1.1), ("bf16", 2.1)])
+def test_the_file_for_llama_cpp_has_the_models_shape(tmp_path: Path, kind: str, bytes_each: float) -> None:
+    """Read by the engine's own reader of GGUF."""
+    gguf = pytest.importorskip("gguf")
+    config = replace(read_model_config(_bundled()), qkv_bias=True, tie_word_embeddings=False, num_layers=2)
+    path = tmp_path / "shape.gguf"
+    llama.write_gguf(config, llama.TYPES[kind], path)
+    assert path.stat().st_size == pytest.approx(llama.file_bytes(config, llama.TYPES[kind]), rel=0.1)
+    found = gguf.GGUFReader(str(path))
+    numbers = sum(int(tensor.n_elements) for tensor in found.tensors)
+    assert numbers == config.num_parameters and path.stat().st_size < numbers * bytes_each
+    header = read_header(path)
+    assert header.tensors["blk.1.ffn_down.weight"].shape == (config.hidden_size, config.intermediate_size)
+    assert header.get("qwen3.attention.head_count_kv", int) == config.num_kv_heads
+
+
+def test_llama_cpp_computes_the_same_steps_in_its_own_process() -> None:
+    pytest.importorskip("llama_cpp")
+    with llama.LlamaCpp(read_model_config(_bundled()), "int8", 1) as other:
+        assert 0 < other.decode(2, 8, 8) < 1000
+        cold, cached = other.first_tokens(256, 8)
+        assert 0 < cached < cold
+        other._process.kill()
+        with pytest.raises(llama.NotMeasured, match="ended with status -9"):
+            other.decode(1, 8, 8)
+
+
+def test_what_llama_cpp_cannot_load_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(llama, "PACKAGES", {})
+    with pytest.raises(llama.NotMeasured, match="no GGUF file is written for Qwen3MoeForCausalLM in int8"):
+        llama.LlamaCpp(read_model_config(write_config("30B-A3B", tmp_path)), "int8", 1)
+    monkeypatch.setattr("minitui.bench.llama.file_bytes", lambda *_: 1 << 60)
+    with pytest.raises(llama.NotMeasured, match=r"takes 1152921504\.6 GB, and .* free: set TMPDIR"):
+        llama.LlamaCpp(read_model_config(_bundled()), "int8", 1)
 
 
 def test_a_batch_is_told_with_its_prompts_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
