@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.driver import Driver
-from textual.drivers.web_driver import WebDriver
 from textual.filter import LineFilter
 from textual.screen import ModalScreen
 from textual.widgets import TextArea
@@ -49,6 +48,7 @@ from minitui.tui.textual_insides import (
     escape_and_keys,
     keep_no_lines,
     noting_keys,
+    write_to_page,
 )
 from minitui.tui.theme import THEMES
 from minitui.tui.widgets.chat.prompt import Prompt
@@ -412,13 +412,13 @@ class AppBase(Notices):
 
     def tell_page(self, keys: Sequence[tuple[str, str]]) -> None:
         """In a browser, give the page its title and the keys of this screen, with what they do."""
-        if isinstance(self._driver, WebDriver):
+        if self.is_web:
             name = dict(self.TABS).get(self.current_mode, "").lstrip("0123456789 ")
             title = f"{self.session.title if self.current_mode == 'chat' else name} · minitui"
             page: dict[str, object] = {"type": "page", "title": visible(title), "keys": list(keys)}
             if page != self._page:
                 self._page = page
-                self._driver.write_meta(page)
+                write_to_page(self._driver, page)
 
     def copy_to_clipboard(self, text: str) -> None:
         """Copy visible characters only: in a shell, an escape sequence could end the paste and run a command."""

@@ -37,6 +37,7 @@ from textual._compositor import Compositor, CompositorUpdate
 from textual._xterm_parser import XTermParser
 from textual.app import App
 from textual.driver import Driver
+from textual.drivers.web_driver import WebDriver
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.message_pump import MessagePump
@@ -154,6 +155,12 @@ def noting_keys(driver: type[Driver], note: Callable[[], None]) -> type[Driver]:
             super().send_message(message)
 
     return NotingKeys
+
+
+def write_to_page(driver: Driver | None, message: dict[str, object]) -> None:
+    """Send a message to the process that serves the page of a browser; without a browser, do nothing."""
+    if isinstance(driver, WebDriver):
+        driver.write_meta(message)
 
 
 class CellWidget(Widget):

@@ -101,7 +101,7 @@ def test_some_forty_figures_of_a_moment_are_those_of_the_exported_json(name: str
     prompts = sum(int(record["detail"].split(" of ")[1].split()[0].replace(",", "")) for record in new)
     rate = f"{100 * saved / prompts:.1f}"
     panels.shows(Vitals(), (200, 2), "hit rate +# %", rate)
-    panels.shows(TrendCharts(), (120, 40), "hit of a prompt  hit rate # %", rate)
+    panels.shows(TrendCharts(), (120, 40), "hit of a prompt  p50 .*  hit rate of all # %", rate)
     panels.shows(RadixTree(), (120, 30), "# (?:prompt tokens )?saved", saved)
 
     # The times. Where steps overlap, the table has the times of the device.

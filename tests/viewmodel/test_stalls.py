@@ -207,7 +207,7 @@ def test_every_longest_gap_of_a_gpu_s_recording_is_explained_by_a_prompt() -> No
 def told_in(reason: Reason) -> float:
     """The sum of all times in the words, which are rounded to three digits."""
     words = re.sub(r"\([^)]*\)", "", str(reason))
-    return sum(float(ms.replace(",", "")) for ms in re.findall(r" ([\d,.]*\d)(?=, | ms)", words))
+    return sum(float(ms.replace(",", "")) for ms in re.findall(r" ([\d,.]*\d)(?=, | ms| \+ usual)", words))
 
 
 def test_the_words_of_the_longest_gaps_of_recordings_add_up() -> None:

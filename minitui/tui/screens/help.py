@@ -220,15 +220,9 @@ class HelpScreen(Overlay[None]):
         with Vertical() as frame:
             frame.border_title = "Help"
             with VerticalScroll():
-                yield Static(f"Keys: {self.app.current_mode}", classes="head", markup=False)
-                yield Static(self._keys())
-                for group in self._here:
-                    yield Static(f"Keys here: {group.name}", classes="head", markup=False)
-                    rows = [(b.id or "", b.key, "", _explained(b)) for b in group.bindings]
-                    yield self._fitted(partial(self._rows, rows))
-                if self.app.has_chats:
-                    yield Static("The prompt", classes="head")
-                    yield Static(PROMPT_HELP)
+                if not self.app.HELP_FIRST:  # which begins with keys, too
+                    yield Static(f"Keys: {self.app.current_mode}", classes="head", markup=False)
+                    yield Static(self._keys(), markup=False)
                 for title, text in self._before:
                     yield Static(title, classes="head", markup=False)
                     yield self._fitted(partial(_text, text))
@@ -236,6 +230,13 @@ class HelpScreen(Overlay[None]):
                 yield self._fitted(partial(_text, ABOUT[self._about]))
                 if self.app.current_mode == "chat":
                     yield Static(Content(_signs()))
+                for group in self._here:
+                    yield Static(f"Keys here: {group.name}", classes="head", markup=False)
+                    rows = [(b.id or "", b.key, "", _explained(b)) for b in group.bindings]
+                    yield self._fitted(partial(self._rows, rows))
+                if self.app.has_chats:
+                    yield Static("The prompt", classes="head")
+                    yield Static(PROMPT_HELP)
                 outside = " (keys act outside the prompt; esc leaves it)" if self.app.has_chats else ""
                 for name in dict.fromkeys(a.group for a in self.app.actions):
                     yield Static(f"{name}{outside}", classes="head", markup=False)

@@ -50,5 +50,5 @@ class JoinScreen(Overlay[None]):
         code = qr_rows(self.link)
         without = "" if code else "\n\nThe package segno draws a QR code here: pip install segno"
         with Vertical():
-            yield Static(Text("\n".join(code), style="black on white", no_wrap=True))
-            yield Static(Text(f"\nAnswer on your phone: {self.link}{without}", style="bold"))
+            yield Static(Text("\n".join(code), style="black on white", no_wrap=True), markup=False)
+            yield Static(Text(f"\nAnswer on your phone: {self.link}{without}", style="bold"), markup=False)

@@ -106,14 +106,16 @@ larger than the usual one, the scale is logarithmic.""")
         rate, which counts all prompt tokens together."""
         p50, tail, count = whole if cursor is None else series.at(cursor)
         row = Row(metric.name, "bold ink")
-        if level is not None and cursor is None:
-            now = f"{_number(metric, level)} {metric.unit}".rstrip() if metric.level else f"{level:.1f} %"
-            row.add("  now " if metric.level else "  hit rate ", "dim").add(now, "ink")
+        if level is not None and metric.level and cursor is None:
+            row.add("  now ", "dim").add(f"{_number(metric, level)} {metric.unit}".rstrip(), "ink")
         for name, value in (("p50", p50), (f"p{metric.tail}", tail)):
             text = glyphs().dash if np.isnan(value) else f"{_number(metric, value)} {metric.unit}".rstrip()
             row.add(f"  {name} ", "dim").add(text, "ink")
         if not metric.level:
             row.add(f"  of {short(count)}", "dim")
+        if level is not None and not metric.level and cursor is None:
+            rate = f"{level:.1f} %"
+            row.add(fitting(width - row.width, f"  hit rate of all {rate}", f"  hit rate {rate}", ""), "ink")
         low, high = (series.p50, series.tail) if metric.tail > 50 else (series.tail, series.p50)
         scale = Scale(0.0, 100.0) if metric.unit == "%" else scale_of(high, low)
         if metric.name == "queue":
