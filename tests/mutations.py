@@ -94,8 +94,8 @@ MUTATIONS = (
     ),
     Mutation(
         "scheduler-does-not-chunk", "A long prompt takes more than the budget of a step.",
-        "engine/core/scheduler.py", 'tests/engine/test_scheduler_simulation.py -k "chunked"',
-        "n = min(left, budget) if self.config.chunked_prefill else left", "n = left",
+        "engine/core/policy.py", 'tests/engine/test_scheduler_simulation.py -k "chunked"',
+        "True: lambda request, left, budget: min(left, budget)", "True: lambda request, left, budget: left",
     ),
     Mutation(
         "scheduler-does-not-skip-void-entries", "Tokens of a request that has finished are still committed.",
@@ -120,8 +120,8 @@ MUTATIONS = (
     ),
     Mutation(
         "scheduler-preempts-the-eldest", "The eldest request loses its blocks instead of the youngest.",
-        "engine/core/scheduler.py", 'tests/engine/test_scheduler_simulation.py -k "full_pool"',
-        "victim = self.running[-1]", "victim = self.running[0]",
+        "engine/core/policy.py", 'tests/engine/test_scheduler_simulation.py -k "full_pool"',
+        "return running[-1]", "return running[0]",
     ),
     Mutation(
         "scheduler-publishes-prompts-only-at-commit", "Requests in one step do not see each other's prefix.",

@@ -112,7 +112,8 @@ def _conv_kernel(
                         earlier = tl.sum(tl.where((j == tap)[None, :], last, 0.0), 1)
                         tail = tl.where((past == tap - (K - 1))[None, :], earlier[:, None].to(tail.dtype), tail)
                     place = conv + target * C * (K - 1) + c[:, None] * (K - 1) + j[None, :]
-                    tl.store(place, tail, mask=kept & (target > 0))
+                    if target > 0:
+                        tl.store(place, tail, mask=kept)
 
 
 def causal_conv(x: torch.Tensor, weight: torch.Tensor, conv: torch.Tensor, states: Any) -> torch.Tensor:
