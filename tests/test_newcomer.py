@@ -312,9 +312,8 @@ def test_a_panel_is_its_class_and_one_row(repository: Path) -> None:
     (repository / "minitui/tui/widgets/inspect/odometer.py").write_text(WIDGET, encoding="utf-8")
     (repository / "tests/tui/test_odometer.py").write_text(TEST, encoding="utf-8")
     change(repository, "a panel of Inspect", PANEL)
-    alone = "tests/tui/test_widgets.py::test_each_panel_runs_alone[odometer]"
-    rows = "tests/tui/test_widgets.py::test_every_row_has_exactly_the_width_of_the_panel[small-Odometer]"
-    run_tests(repository, alone, rows, "tests/tui/test_odometer.py")
+    rows = "tests/tui/test_widgets.py::test_every_row_has_exactly_the_width_of_the_panel[Odometer]"
+    run_tests(repository, rows, "tests/tui/test_odometer.py")
 
 
 class Unfinished(LinePanel):
