@@ -84,6 +84,7 @@ async def find_rate(
     while len(trials) < MOST_TRIALS and missed > holds * PRECISION:
         figures = await measure(replace(options, rate=rate, json=True), len(trials))
         trials.append(figures)
+        options = replace(options, model=figures["model"])  # the server is not asked for it again
         good = figures["within_limits"] >= options.share * figures["requests"]
         holds, missed = (rate, missed) if good else (holds, rate)
         say(trial_line(figures, good))

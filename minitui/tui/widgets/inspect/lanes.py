@@ -118,13 +118,15 @@ select one of these two, the label names that request. A label has the colour of
 
     def _find_stall(self, view: View, end: int) -> None:
         """Find the worst stall in sight, of a moving picture once in STALL_SECONDS."""
-        shown = tuple(id for slot in self.rows.slots for id in slot if view.moment.begun(view.history.lanes.lanes[id]))
-        still = (end, self.first_step, view.history.live.state.seq, shown)
-        of = still if view.moment.still else int(view.moment.now / STALL_SECONDS)
+        if view.moment.still:
+            of: object = (end, self.first_step, view.history.live.state.seq, tuple(map(tuple, self.rows.slots)))
+        else:
+            of = int(view.moment.now / STALL_SECONDS)
         if of == self._stall_of:
             return
         self._stall_of = of
-        lanes = [view.history.lanes.lanes[id] for id in shown]
+        known = view.history.lanes.lanes
+        lanes = (known[id] for slot in self.rows.slots for id in slot if view.moment.begun(known[id]))
         self.stall = worst_stall(view, lanes, max(0, self.first_step), end)
 
     def _choose_k(self, view: View, horizon: int) -> None:
