@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineError, InvalidRequest
+from engine.errors import InvalidRequest
 from minitui.goals import goal_words, keeps
 from minitui.text import count
 
@@ -156,13 +156,10 @@ def found_rate(figures: Mapping[str, Any], requests: int) -> str:
 def write(base: Path, data: str, figures: Mapping[str, Any]) -> None:
     """Writes `data` to base.json and a chart to base.png: over the rates of a search, or over the percentiles of a run.
     Raises EngineError if a file cannot be written; TraceError without a browser that makes the picture."""
-    from minitui.export.charts import write_charts
+    from minitui.export.charts import write_beside, write_charts
     from minitui.text import ms
 
-    try:
-        base.with_name(base.name + ".json").write_text(data, encoding="utf-8")
-    except OSError as error:
-        raise EngineError(f"{base}.json cannot be written: {error.strerror}; name another file with --out") from None
+    write_beside(base, ".json", data)
     runs = figures.get("trials", [figures])
     if "trials" in figures:
         values = [f"{run['rate']:.2f}" for run in runs]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,6 +58,7 @@ def exercise(
     """
     from minitui.exercises.attempt import Attempts, begin
     from minitui.exercises.table import find_exercise
+    from minitui.teaching.compare import save_copies
 
     if name is None:
         if file is not None or save is not None or json:
@@ -77,7 +77,7 @@ def exercise(
         if text:
             with attempts:
                 attempt = attempts.run(path)
-            saved = _save(attempt, save)
+            saved = save_copies(zip(("reference", "yours"), attempt.runs, strict=False), save) if save else []
             _report(attempt, path, new, saved, json)
             raise typer.Exit(0 if attempt.passed else 1)
         from minitui.chat.conversation import Sampling
@@ -97,20 +97,6 @@ def _list() -> None:
     for one in EXERCISES.values():
         print(f"minitui exercise {one.name:<9} {one.teaches}")
         print(f"                           first: minitui lesson {one.lesson}; the score: {one.figure}")
-
-
-def _save(attempt: Attempt, begin: Path | None) -> list[Path]:
-    if begin is None:
-        return []
-    saved = []
-    for run, name in zip(attempt.runs, ("reference", "yours"), strict=False):
-        target = begin.with_name(f"{begin.name}.{name}.trace")
-        try:
-            shutil.copyfile(run, target)
-        except OSError as error:
-            raise EngineError(f"{target} cannot be written: {error.strerror}") from None
-        saved.append(target)
-    return saved
 
 
 def _report(attempt: Attempt, path: Path, new: bool, saved: list[Path], json: bool) -> None:

@@ -66,7 +66,7 @@ def run_what_if(trace: str, text: str, arrivals: str, json: bool, looks: dict[st
 
 def run_sweep(trace: str, text: str, arrivals: str, json: bool, out: Path | None) -> int:
     """Plays a recording's requests under several values of a setting; returns the exit code."""
-    from minitui.export.charts import write_charts
+    from minitui.export.charts import write_beside, write_charts
     from minitui.trace.bundled import is_bundled
     from minitui.trace.reader import TraceError
     from minitui.viewmodel.compare.figures import QUANTITIES
@@ -90,7 +90,7 @@ def run_sweep(trace: str, text: str, arrivals: str, json: bool, out: Path | None
     }  # fmt: skip
     path = question.reader.path
     base = out or (Path(path.stem) if is_bundled(path) else path.with_suffix("")).with_suffix(f".{name}")
-    written = [_write(base, ".json", json_text(data, indent=2) + "\n")]
+    written = [write_beside(base, ".json", json_text(data, indent=2) + "\n")]
     quantities = [one for one in QUANTITIES if one.name in (*COLUMNS, "cached")]
     try:
         curves = [(one.title.strip(), one.text, [one.of(point.figures) for point in found]) for one in quantities]
@@ -104,15 +104,6 @@ def run_sweep(trace: str, text: str, arrivals: str, json: bool, out: Path | None
         print("\n".join([*table(name, values, found), "", *notes, *sorted({n for p in found for n in p.notes})]))
     _say(f"written: {', '.join(map(str, written))}")
     return 0
-
-
-def _write(base: Path, suffix: str, text: str) -> Path:
-    path = base.with_name(base.name + suffix)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise EngineError(f"{path} cannot be written: {error.strerror}; name another file with --out") from None
-    return path
 
 
 def table(name: str, values: list[str], found: list[Point]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Small charts of figures over a setting, as one PNG."""
+"""Small charts of figures over a setting, as one PNG; and what is written beside them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
+from engine.errors import EngineError
 from minitui.export.png import write_png
 from minitui.export.svg import FONTS
 from minitui.tui.theme import COLOURS
@@ -14,6 +15,16 @@ _NAMES = ("ground", "frame", "ink", "dim", "hit")
 GROUND, FRAME, INK, DIM, LINE = (COLOURS["minitui-dark"][name] for name in _NAMES)
 Curve = tuple[str, Callable[[float | None], str], Sequence[float | None]]  # title, value in words, values
 WIDE, HIGH, LEFT, TOP, GAP = 460, 190, 16, 44, 34  # pixels of a chart
+
+
+def write_beside(base: Path, suffix: str, text: str) -> Path:
+    """Writes the text to `base` with this suffix; returns the path. Raises EngineError."""
+    path = base.with_name(base.name + suffix)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise EngineError(f"{path} cannot be written: {error.strerror}; name another file with --out") from None
+    return path
 
 
 def write_charts(

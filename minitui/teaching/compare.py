@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,6 +56,19 @@ async def run_contrast(contrast: Contrast, stage: Stage) -> Outcome:
     return outcome
 
 
+def save_copies(recordings: Iterable[tuple[str, Path]], prefix: Path) -> list[Path]:
+    """Copies recordings, each with a name, to prefix.NAME.trace; returns their paths. Raises EngineError."""
+    saved = []
+    for name, file in recordings:
+        path = prefix.with_name(f"{prefix.name}.{name}.trace")
+        try:
+            shutil.copyfile(file, path)
+        except OSError as error:
+            raise EngineError(f"{path} cannot be written: {error.strerror}; choose another name") from None
+        saved.append(path)
+    return saved
+
+
 class TracesOfRuns:
     """The recordings of the two runs, in a temporary directory until they are saved; or at `record`, where they stay.
 
@@ -82,15 +96,8 @@ class TracesOfRuns:
 
     def save(self, contrast: Contrast, prefix: Path) -> list[Path]:
         """Copies the recordings to files whose names begin with `prefix`; returns their paths. Raises EngineError."""
-        saved = []
-        for setting, file in zip(contrast.settings, self.files, strict=True):
-            path = prefix.with_name(f"{prefix.name}.{setting.name.replace(' ', '-')}.trace")
-            try:
-                shutil.copyfile(file, path)
-            except OSError as error:
-                raise EngineError(f"{path} cannot be written: {error.strerror}; choose another name") from None
-            saved.append(path)
-        return saved
+        names = (setting.name.replace(" ", "-") for setting in contrast.settings)
+        return save_copies(zip(names, self.files, strict=True), prefix)
 
     def close(self) -> None:
         """Deletes the temporary directory."""
