@@ -15,8 +15,11 @@ from minitui.tui.theme import COLOURS, STATES, owner_style
 from minitui.tui.widgets.inspect.block_colours import by_age, by_owner, by_refs
 from minitui.tui.widgets.inspect.block_map import BlockMap, blocks_to_show
 from minitui.tui.widgets.inspect.block_table import BlockTable
+from minitui.tui.widgets.inspect.details import story_lines
+from minitui.tui.widgets.inspect.events import Events
 from minitui.tui.widgets.inspect.lanes import BatchLanes
 from minitui.tui.widgets.inspect.requests import RequestTable
+from minitui.tui.widgets.inspect.step_bar import StepBar
 from minitui.tui.widgets.inspect.tree import RadixTree
 from minitui.tui.widgets.inspect.trends import TrendCharts
 from minitui.tui.widgets.inspect.waterfall import ROOMY, Waterfall
@@ -122,6 +125,28 @@ def test_a_chat_has_one_label_and_one_colour_in_all_panels() -> None:
     layer = by_owner(view)
     assert layer.looks[layer.codes[own]][1] == f"on-fill on {colour}"
     assert view.texts.request(request.id) == label and view.texts.title(request.group) == f"chat of {request.group}"
+
+
+def test_events_steps_and_stories_name_a_request_with_its_chat_in_its_colour() -> None:
+    _, view = stress_view(CLASSROOM, 4.0, 30)
+    lanes = view.history.lanes.lanes
+    groups = sorted({lane.group for lane in lanes.values()})
+    view.texts.group_names = {group: f"#{number} some r1 chat" for number, group in enumerate(groups, 1)}
+    event = next(event for event in view.history.events.newest_first() if event.kind == "hit")
+    step = next(step for step in range(view.moment.horizon, 0, -1) if view.history.steps.get(step).chunks)
+    chunk = view.history.steps.get(step).chunks[0][0]
+    view.select("step", step)
+    view.frame(view.moment.now)
+    block = next(b for r in view.moment.shown.state.requests.values() for b in r.table)
+    holder = view.moment.shown.holders_of(block)[0].id
+    for rows, request in (
+        (Events().picture(view, 120, 60).rows, event.request), (StepBar().picture(view, 120, 2).rows, chunk),
+        (story_lines(view, "step", step, 80), chunk), (story_lines(view, "block", block, 80), holder),
+    ):  # fmt: skip
+        label, colour = view.texts.request(request), owner_style(view.texts.colour(lanes[request].group))
+        assert label.startswith("#") and colour in style_of(rows, label).split()
+    quoted = "r1: “r1 and r2” evicted, r1000000 and #3·r1"
+    assert view.texts.labelled(quoted) == f"{view.texts.request(1)}: “r1 and r2” evicted, r1000000 and #3·r1"
 
 
 @pytest.mark.parametrize(

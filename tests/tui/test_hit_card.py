@@ -85,6 +85,22 @@ def test_the_card_has_the_figures_of_both_requests():
     assert step <= 0 or (view.travel_to(max(0, step - 1)) and last_hit(view) is None)
 
 
+def test_on_a_phone_no_figure_covers_another():
+    _, view = stress_view(CLASSROOM, 4.0, 40)
+    hit = last_hit(view)
+    assert hit is not None and hit.source is not None
+    view.texts.group_names = {hit.source.group: "#9 tokens", hit.lane.group: "#12 paging"}
+    sooner = Hit(hit.lane, 23.5, replace(hit.source, ttft=(5.0, 200.0)))
+    for width in range(34, 110):
+        card = [plain(row) for row in rows(view, sooner, width)]
+        assert {len(row) for row in card} == {width}
+        for row, took in zip(card, (" 200 ms ", " 23.5 ms "), strict=False):
+            assert took in row and row.count("█") + row.count("○") >= 1, "the whole time, and a bar"
+        shown = [digit in row for digit, row in zip(large("8.5×"), card, strict=True)]
+        assert all(shown) or (width < 48 and not any(shown))
+        assert f" #12·r{hit.lane.id} " in card[1]
+
+
 def test_the_quotient_of_the_times_is_in_large_digits():
     _, view = stress_view(CLASSROOM, 4.0, 40)
     hit = last_hit(view)

@@ -83,7 +83,8 @@ async def test_a_phone_shows_the_panels_one_below_the_other_and_all_tabs() -> No
             app.open_mode("lecture")
             await drawn(pilot)
             blocks, tree = app.screen.query_one("#map"), app.screen.query_one("#tree")
-            assert (tree.region.y >= blocks.region.bottom) is phone and (tree.region.width > 50) is phone
+            await until(pilot, lambda: (tree.region.width > 50) is phone)  # noqa: B023 (called at once)
+            assert (tree.region.y >= blocks.region.bottom) is phone
             bar = app.screen.query_one(TopBar)
             assert ("minitui" in bar.text) is not phone and all(label in bar.text for _, label in app.TABS)
             await pilot.click(bar, offset=(bar.text.index("2 Inspect") + 2, 0))

@@ -14,6 +14,7 @@ from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.base import PHONE, BaseScreen, Hint
 from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.named import named
 from minitui.tui.widgets.rows import Row, Run, clip, fit
 from minitui.viewmodel.view import View
 
@@ -130,7 +131,7 @@ class TopBar(Bar):
         return 1 + len(self._story(width))
 
     def _story(self, width: int) -> list[str]:
-        lines = self.app.told.split("\n")
+        lines = self.app.view.texts.labelled(self.app.told).split("\n")
         return [piece for line in lines for piece in textwrap.wrap(line, max(20, width - 4)) or [""] if line]
 
     def paint(self, view: View) -> int:
@@ -153,7 +154,7 @@ class TopBar(Bar):
         row.to(width - sum(len(text) for text, _ in flags) - 1)
         rows = [row.extend(flags).done(width)]
         for line in self._story(width):
-            story = Row("  ", "ink on select").add(line, "bold ink on select")
+            story = Row("  ", "ink on select").extend(named(view, line, "bold ink on select"))
             rows.append(story.to(width, " ", "ink on select").done(width))
         return Picture(rows)
 

@@ -6,6 +6,7 @@ from minitui.text import count, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.bars import Bar
 from minitui.tui.widgets.base import Picture
+from minitui.tui.widgets.named import named
 from minitui.tui.widgets.rows import Row, Run, fitting
 from minitui.viewmodel.explain.cut_hits import why_ended
 from minitui.viewmodel.history.lane import Lane
@@ -14,6 +15,7 @@ from minitui.viewmodel.view import View
 
 ROWS = 3
 LEAST_ROWS = 22  # of the screen
+LEAST_BAR = 8  # cells
 # Each character has 5 rows of 3 dots: an octal digit is a row.
 _DOTS = {
     "0": "75557", "1": "26227", "2": "71747", "3": "71717", "4": "55711", "5": "74717", "6": "74757", "7": "71111",
@@ -77,45 +79,54 @@ def rows(view: View, hit: Hit, width: int) -> list[tuple[Run, ...]]:
         number, words = f"{gain:.1f}×" if gain < 99.5 else f"{gain:.0f}×", ("first", "token", "sooner")
     else:
         number, words = f"{share:.0f}%" if share >= 1 else "<1%", ("of the", "prompt", "cached")
-    digits = large(number)
-    right = len(digits[0]) + 1 + max(map(len, words)) + 2
     bars = [lane for lane in (hit.source, hit.lane) if lane is not None]
     most = max(lane.prompt_tokens for lane in bars)
     labels = [view.texts.request(lane.id) for lane in bars]
     times = [hit.source_ms, hit.prefill_ms][-len(bars) :]
-    texts = [_text(lane, time, width >= 100) for lane, time in zip(bars, times, strict=True)]
     lead = max(map(len, labels)) + 1
-    room = max(4, width - 2 - lead - max(map(len, texts)) - 2 - right - 2)
+    whole, none = list(zip(large(number), words, strict=True)), [("", "")] * ROWS
+    bare = [(digit, "") for digit, _ in whole]
+    phone = [(LEAST_BAR, None, whole), (LEAST_BAR, None, bare), (0, None, none)]
+    for least, end, beside in (24, " computed", whole), (12, "", whole), *phone:
+        texts = [_text(lane, time, end) for lane, time in zip(bars, times, strict=True)]
+        right = len(beside[0][0]) + max(len(word) for _, word in beside) + 3
+        room = width - lead - max(map(len, texts)) - right - 6
+        if room >= least:  # the most that leaves room for the bars
+            break
+    room = max(1, room)
     lines = []
     for lane, label, text in zip(bars, labels, texts, strict=True):
-        row = Row(" ", "ink on select").add(label.ljust(lead), "bold ink on select")
-        cached = round(room * lane.cached_tokens / most)
-        computed = max(1, round(room * lane.prompt_tokens / most) - cached)
-        row.add(glyphs().cached * cached, "on-fill on cached").add(glyphs().active * computed, "prefill on select")
+        row = Row(" ", "ink on select").extend(named(view, label.ljust(lead), "bold ink on select"))
+        cells = max(1, round(room * lane.prompt_tokens / most))
+        cached = min(cells - 1, round(room * lane.cached_tokens / most))  # at least a token is computed
+        row.add(glyphs().cached * cached, "on-fill on cached")
+        row.add(glyphs().active * (cells - cached), "prefill on select")
         row.to(1 + lead + room + 1, " ", "ink on select")
         lines.append(row.add(text, "bold ink on select" if lane is hit.lane else "ink on select"))
     blocks = count(hit.lane.cached_tokens // max(1, view.moment.shown.state.block_size), "block")
     lane = hit.lane
     why = why_ended(view.history, lane, lane.stop, lane.stop_at, lane.cached_tokens, lane.stop_detail)
     of = f" that {view.texts.request(lane.source)} computed"
-    story = fitting(
-        width - right - 4, f"hit: {blocks} of KV reused{of} · {why}", f"hit: {blocks} reused · {why}",
-        f"hit: {blocks} reused",
-    )  # fmt: skip
+    stories = [f"hit: {blocks} of KV reused{of} · {why}", f"hit: {blocks} reused · {why}", f"hit: {blocks} reused"]
+    if end is None:
+        stories = [f"{lane.cached_tokens:,} cached + {lane.prompt_tokens - lane.cached_tokens:,} computed", stories[-1]]
+    story = fitting(width - right - 4, *stories)
     lines.append(Row(" ", "ink on select").add(story, "dim on select"))
     while len(lines) < ROWS:
         lines.insert(0, Row(" ", "ink on select"))
     done = []
-    for line, digit, word in zip(lines, digits, words, strict=True):
+    for line, (digit, word) in zip(lines, beside, strict=True):
         line.to(width - right, " ", "ink on select").add(digit, "bold hit on select")
         line.add(" " + word, "bold ink on select").to(width, " ", "ink on select")
         done.append(line.done(width))
     return done
 
 
-def _text(lane: Lane, time: float | None, long: bool) -> str:
+def _text(lane: Lane, time: float | None, end: str | None) -> str:
+    """Returns the tokens of a prompt and its time; `end` follows the computed tokens. None: only the time."""
     computed = lane.prompt_tokens - lane.cached_tokens
-    took = f", {ms(time)} ms" if time is not None else ""
-    if not lane.cached_tokens:
-        return f"{computed:,} computed{took}"
-    return f"{lane.cached_tokens:,} cached + {computed:,}{' computed' if long else ''}{took}"
+    took = f"{ms(time)} ms" if time is not None else "time unknown"
+    if end is None:
+        return took
+    tokens = f"{lane.cached_tokens:,} cached + {computed:,}{end}" if lane.cached_tokens else f"{computed:,} computed"
+    return f"{tokens}, {took}" if time is not None else tokens

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
-
 from minitui.teaching.prediction import LETTERS
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Run, Runs, clean, legend
+from minitui.tui.widgets.named import named, named_rows
+from minitui.tui.widgets.rows import Row, Run, Runs, clean, clip, legend, plain, wrapped
 from minitui.viewmodel.explain.predict import Question
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.narrate import narrate, notable
@@ -27,13 +26,13 @@ class FirstTokens(LinePanel, can_focus=False):
         if not items:
             return Picture([Row("no request has a first token yet", "dim").done(width)])
         longest = max(item.total_ms for item in items) or 1.0
-        name = max(len(str(item.request)) for item in items) + 2
+        name = max(len(view.texts.request(item.request)) for item in items) + 1
         rows: list[Runs] = []
         for item in items:
             lane = view.history.lanes.lanes.get(item.request)
             cached = f"{lane.cached_tokens:,} of {lane.prompt_tokens:,} cached" if lane is not None else ""
             room = max(6, width - name - 8 - 22)
-            row = Row(f"r{item.request}", "ink").to(name)
+            row = Row().extend(named(view, view.texts.request(item.request))).to(name)
             for value, (_, glyph, style) in zip((item.queue_ms, item.prefill_ms), PARTS, strict=True):
                 cells = round(value / longest * room)
                 row.add(getattr(glyphs(), glyph) * min(cells, name + room - row.width), style)
@@ -62,12 +61,14 @@ class Why(LinePanel, can_focus=False):
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         if self.question is not None:
-            return self._ask(self.question, width)
+            return self._ask(view, self.question, width)
         step, text, note = self._sentence(view)
         if not text:
             text = "No request so far. This panel will explain what each step does and why."
-            return Picture(_wrapped(text, "dim", width, height), title="Why")
-        rows = _wrapped(text, "bold ink", width, height)
+            return Picture(wrapped(text, "dim", width), title="Why")
+        rows = named_rows(view, text, "bold ink", width)
+        if len(rows) > height > 0:
+            rows[height - 1 :] = [Row(clip(plain(rows[height - 1]) + glyphs().dots, width), "bold ink").done(width)]
         return Picture(rows, title=f"Why · step {step:,}", note=note, legend=self._keys(view))
 
     def _keys(self, view: View) -> list[Run]:
@@ -92,19 +93,13 @@ class Why(LinePanel, can_focus=False):
         ago = view.moment.horizon - self._last[0]
         return *self._last, [(f"{ago:,} steps ago" if ago else "now", "dim")]
 
-    def _ask(self, question: Question, width: int) -> Picture:
-        rows = _wrapped(question.text, "bold accent", width, 99)
+    def _ask(self, view: View, question: Question, width: int) -> Picture:
+        rows = named_rows(view, question.text, "bold accent", width)
         choices = Row("  ")
         for letter, choice in zip(LETTERS, question.choices, strict=False):
-            choices.add(f" {letter} ", "bold on-fill on accent").add(f" {clean(choice)}   ")
+            choice = view.texts.labelled(clean(choice))
+            choices.add(f" {letter} ", "bold on-fill on accent").extend(named(view, f" {choice}   "))
         rows.append(choices.done(width))
         return Picture(rows, title="Predict", legend=[
             (" ".join(LETTERS[: len(question.choices)]), "ink"), (" answer  ", "dim"), ("n", "ink"), (" reveals", "dim")
         ])  # fmt: skip
-
-
-def _wrapped(text: str, style: str, width: int, height: int) -> list[Runs]:
-    lines = textwrap.wrap(clean(text), max(10, width))
-    if len(lines) > height > 0:
-        lines = [*lines[: height - 1], lines[height - 1][: width - 1] + glyphs().dots]
-    return [Row(line, style).done(width) for line in lines]

@@ -13,6 +13,7 @@ from textual.binding import Binding
 
 from minitui.text import count, duration, ms
 from minitui.tui.glyphs import glyphs
+from minitui.tui.theme import owner_style
 from minitui.tui.widgets.base import Picture, paragraphs
 from minitui.tui.widgets.inspect.waterfall_texts import request_legend
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, legend, runs_width
@@ -24,7 +25,7 @@ from minitui.viewmodel.compare.runs import Run as OneRun
 from minitui.viewmodel.history.spans import Span
 from minitui.viewmodel.view import View
 
-LABEL, NAME = 7, 11  # cells of a lane's label: the request, and the name of its chat
+LABEL, NAME = 8, 11  # cells of a lane's label: the request, and the name of its chat
 NAMED = 110  # from this width on, the lanes have names
 SIZES = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0, 10.0)  # widths of a picture that grows, times 10^n
 LEGEND_ROWS = 3  # of the legend, if it is below the picture
@@ -180,7 +181,7 @@ machine, times are not. The mouse wheel changes the scale, and dragging moves th
         if figures.tok_s and self.TIMES:
             parts.append(f"{figures.tok_s:,.0f} tok/s")
         if figures.longest is not None and self.TIMES:
-            parts.append(f"longest gap {ms(figures.longest.ms)} ms (r{figures.longest.request})")
+            parts.append(f"longest gap {ms(figures.longest.ms)} ms ({run.view.texts.request(figures.longest.request)})")
         parts.append(f"{figures.computed:,} prompt tokens computed")
         for part in parts:
             if row.width + len(part) + 3 <= width:
@@ -196,14 +197,15 @@ machine, times are not. The mouse wheel changes the scale, and dragging moves th
     def _lane(self, run: OneRun, at: int, cursor: int | None, named: int, width: int) -> Runs:
         lit = at == self.chosen
         lane = run.lanes[at]
-        name = f"r{lane.id}"
+        name = run.view.texts.request(lane.id)
         if named:
-            group = run.view.texts.group_name(lane.group)
+            group = run.view.texts.title(lane.group)
             name = fit(name, self.label - named) + fit(clean(group), named - 1, glyphs().dots)
         phases = run.phases(self.unit, lane)
         self._kinds.update(span.kind for span in phases)
         cells = track(phases, self.scale, cursor, _no_labels, request=True)
-        return self.track_row(name, cells, width, "bold accent on select" if lit else "ink")
+        ink = "bold accent on select" if lit else owner_style(run.view.texts.colour(lane.group))
+        return self.track_row(name, cells, width, ink)
 
     def _at_cursor(self, run: OneRun, width: int) -> Runs:
         """Returns what a run does at the cursor."""

@@ -17,6 +17,7 @@ from minitui.viewmodel.words.page_words import page_event
 QUOTE_WIDTH = 28
 # Names of chats: "#4 long notes"; "4 long notes" in older recordings. Names of users: "user 53".
 _NUMBERED = re.compile(r"(?:(#)?|user )(\d{1,6})(?: |$)")
+REQUEST = re.compile(r"“.*?(?:”|$)|(?<![\w·#])(#\d{1,6}·)?r(\d{1,9})\b")  # what is quoted names no request
 EVENTS_KEPT = 2000  # sentences
 
 
@@ -47,6 +48,10 @@ class Texts:
         lane = self.history.lanes.lanes.get(id)
         found = _NUMBERED.match(self.group_name(lane.group)) if lane is not None else None
         return f"#{found[2]}·r{id}" if found and found[1] else f"r{id}"
+
+    def labelled(self, text: str) -> str:
+        """Returns a text about requests, "r5 takes 96 tokens", with their labels: "#4·r5 takes 96 tokens"."""
+        return REQUEST.sub(lambda found: self.request(int(found[2])) if found[2] and not found[1] else found[0], text)
 
     def title(self, group: str) -> str:
         """Returns the name of a chat without the number that the labels of its requests have."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,7 +11,8 @@ from textual.timer import Timer
 
 from minitui.tui.widgets.base import LinePanel, Picture, ScrollPanel, Thing, selected
 from minitui.tui.widgets.inspect.timeline import TimelineOpened
-from minitui.tui.widgets.rows import Row, Run, Runs, clean
+from minitui.tui.widgets.named import named, named_rows
+from minitui.tui.widgets.rows import Row, Run, Runs
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
 
@@ -25,9 +25,10 @@ def story_lines(view: View, kind: str, subject: Any, width: int) -> list[Runs]:
     """Returns the details of a thing as rows."""
     rows: list[Runs] = []
     for label, text in tell(view, kind, subject).lines:
-        pieces = textwrap.wrap(clean(text), max(20, width - LABEL)) or [""]
+        pieces = named_rows(view, text, "ink", max(20, width - LABEL)) or [()]
         for i, piece in enumerate(pieces):
-            rows.append(Row(label if i == 0 else "", "dim").to(LABEL).add(piece).done(width))
+            label_runs = named(view, view.texts.labelled(label), "dim") if i == 0 else []
+            rows.append(Row().extend(label_runs).to(LABEL).extend(piece).done(width))
     return rows
 
 

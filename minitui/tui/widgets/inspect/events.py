@@ -15,6 +15,7 @@ from textual.binding import Binding
 from minitui.trace.foreign import REMOVED
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, typed
+from minitui.tui.widgets.named import named
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit
 from minitui.viewmodel.history.events import EVENTS_KEPT, KINDS, PAGES, Event
 from minitui.viewmodel.history.events import Events as EventLog
@@ -239,7 +240,7 @@ A dash in place of the step: the event came before the first step that is known,
         step = glyphs().dash if unknown else f"{event.step:,}"
         row = Row(step.rjust(digits), "dim" + ground)
         row.add("  ", "ink" + ground).add(event.kind.ljust(8), STYLES[event.kind] + ground)
-        words = clean(view.texts.event(event, short=width < NARROW))
+        words = clean(view.texts.labelled(view.texts.event(event, short=width < NARROW)))
         quiet = event.kind in ("finish", "miss")
         style = "bold accent" if chosen else "bold ink" if fresh else "dim" if quiet else "ink"
         room = width - row.width
@@ -250,7 +251,7 @@ A dash in place of the step: the event came before the first step that is known,
         for number, piece in enumerate(pieces[:most]):
             cut = number == most - 1 < len(pieces) - 1  # there is no room for the next piece
             line = fit(f"{piece} {glyphs().dots}" if cut else piece, max(0, room), glyphs().dots)
-            rows.append(row.add(line, style + ground).done(width))
+            rows.append(row.extend(named(view, line, style + ground)).done(width))
             row = Row().to(width - room, " ", "ink" + ground)
         return rows
 

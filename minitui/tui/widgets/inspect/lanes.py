@@ -210,9 +210,9 @@ select one of these two, the label names that request. A label has the colour of
             x = (view.links.step - self.first_step) // self.k
             if 0 <= x < self.columns:
                 cells[x] = (cells[x][0], True)
-        names = self._names(cells, [lane for lane in seen if lane is not owner and lane.finish_step <= horizon])
+        names = self._names(view, cells, [lane for lane in seen if lane is not owner and lane.finish_step <= horizon])
         if self.stall is not None and self.stall.lane.id in slot:
-            cells, names = self._with_stall(cells, names, self.stall)
+            cells, names = self._with_stall(cells, names, self.stall, view.texts.labelled(self.stall.words))
         marks = _marks()
         start = 0
         for x in range(1, self.columns + 1):
@@ -227,20 +227,20 @@ select one of these two, the label names that request. A label has the colour of
             start = x
         return row.done(width)
 
-    def _names(self, cells: list[tuple[int, bool]], ended: list[Lane]) -> dict[int, str]:
+    def _names(self, view: View, cells: list[tuple[int, bool]], ended: list[Lane]) -> dict[int, str]:
         """Returns {column after the request's end: name of the request} for requests that are not in the label."""
         names = {}
         for lane in ended:
-            at, name = (lane.finish_step - self.first_step) // self.k + 1, f"r{lane.id}"
+            at, name = (lane.finish_step - self.first_step) // self.k + 1, view.texts.request(lane.id)
             if at > 0 and at + len(name) < self.columns and {*cells[at : at + len(name) + 1]} == {(NOTHING, False)}:
                 names[at] = name
         return names
 
     def _with_stall(
-        self, cells: list[tuple[int, bool]], names: dict[int, str], stall: Stall
+        self, cells: list[tuple[int, bool]], names: dict[int, str], stall: Stall, whole: str
     ) -> tuple[list[tuple[int, bool]], dict[int, str]]:
-        """Returns the cells with those of the stall marked, and the names with its words beside it, where these hide no
-        other sign than decodes."""
+        """Returns the cells with those of the stall marked, and the names with its words beside it, `whole` or only its
+        length, where these hide no other sign than decodes."""
         first, last = ((step - self.first_step) // self.k for step in (stall.gap.since + 1, stall.gap.step))
         if last < 0 or first >= self.columns:
             return cells, names
@@ -249,7 +249,7 @@ select one of these two, the label names that request. A label has the colour of
         for x in range(first, last + 1):
             if cells[x][0] not in (PREFILLING, PREEMPTED, FINISHED) or x == first == last:
                 cells[x] = (STALL, cells[x][1])
-        for words in (stall.words, stall.words.partition(":")[0]):
+        for words in (whole, whole.partition(":")[0]):
             words = f" {words} "
             for at in (last + 1, first - len(words)):
                 there = cells[at : at + len(words)] if at >= 0 else []
@@ -284,7 +284,7 @@ select one of these two, the label names that request. A label has the colour of
         took = view.history.steps.column("took")[view.history.steps.indices(self.first_step, end)]
         took = took[took > 0]
         if self.stall is not None and not self._says_why:
-            text = f"{view.texts.request(self.stall.lane.id)}: {self.stall.words}"
+            text = view.texts.labelled(f"r{self.stall.lane.id}: {self.stall.words}")
             if row.width + len(text) + 3 <= width:
                 row.right(text, width, "bad")
         elif len(took):

@@ -260,7 +260,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
         whose = f"the longest gap of all{as_long(len(stalled) - 1)}"
         if row.id not in stalled and worst is not None and worst.longest is not None:
             whose = f"its longest gap (of all: r{worst.id} with {ms(worst.longest.ms)} ms)"
-        text = f"r{row.id}, {whose}: {gap_words(view, row.lane, gap)}"
+        text = view.texts.labelled(f"r{row.id}, {whose}: {gap_words(view, row.lane, gap)}")
         lines = [*first_rows(text, "ink", width, height - len(first), "enter: all"), *first]
         return lines + [Row().done(width)] * (height - len(lines))
 
@@ -278,7 +278,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
             so_far = " so far" * (waited.first_ms is None)
             longest = f" (longest: r{waited.id} with {ms(waited.first_so_far_ms or 0.0)} ms{so_far})"
             text = f"r{row.id}, its first token{longest}: {words}"
-        return first_rows(text, "ink", width, FIRST, "enter: all")
+        return first_rows(view.texts.labelled(text), "ink", width, FIRST, "enter: all")
 
     # ---- keys and the mouse
 

@@ -13,20 +13,21 @@ from textual.geometry import Size
 from minitui.text import count, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.named import named
 from minitui.tui.widgets.rows import Row, Runs, cells, fitting, legend
-from minitui.viewmodel.explain.cost_model import CostModel
 from minitui.viewmodel.explain.timing import USUAL, took_words, why_briefly, why_slow
 from minitui.viewmodel.history.steps import StepRow
 from minitui.viewmodel.view import View
 
 
-def cause_within(row: StepRow, model: CostModel | None, width: int) -> str:
+def cause_within(view: View, row: StepRow, width: int) -> str:
     """Returns the longest text of at most `width` cells about why the step took its time: all causes with their steps,
     all without them, or the largest ones and dots. Empty if none fits."""
-    whole = why_slow(row, model)
+    model = view.models.of(row.step)
+    whole = view.texts.labelled(why_slow(row, model))
     if len(whole) <= width:
         return whole
-    whole = why_briefly(row, model)
+    whole = view.texts.labelled(why_briefly(row, model))
     brief = without_usual(whole).split(", ")  # the largest part first
     parts = [", ".join([*brief[:n], glyphs().dots]) for n in range(len(brief) - 1, 0, -1)]
     return next((text for text in (whole, ", ".join(brief), *parts) if text and len(text) <= width), "")
@@ -37,14 +38,14 @@ def without_usual(why: str) -> str:
     return why.rpartition(f", {USUAL}")[0] or why
 
 
-def contents(row: StepRow, most: int = 4) -> str:
+def contents(view: View, row: StepRow, most: int = 4) -> str:
     """Returns what a step computes: "61 decodes + r88 prefill 512 + r89 prefill 40". It lists at most `most` chunks."""
     parts = []
     if row.decodes:
         parts.append(count(row.decodes, "decode"))
     if row.drafted:
         parts.append(count(row.drafted, "draft") + (f" ({row.accepted} accepted)" if row.end_seq else ""))
-    parts += [f"r{chunk[0]} prefill {chunk[2]:,}" for chunk in row.chunks[:most]]
+    parts += [f"{view.texts.request(chunk[0])} prefill {chunk[2]:,}" for chunk in row.chunks[:most]]
     if len(row.chunks) > most:
         parts.append(count(len(row.chunks) - most, "more chunk" if most else "chunk"))
     return " + ".join(parts)
@@ -90,16 +91,16 @@ class StepBar(LinePanel, can_focus=False):
             line.add("idle", "bold ink").add(" · last: ", "dim")
         line.add(f"step {row.step:,}", "bold ink").add("  ")
         line.add(f"{row.tokens:,}", "bold ink")
-        text, of = contents(row), f" of {budget:,} tokens  "
+        text, of = contents(view, row), f" of {budget:,} tokens  "
         took = "" if row.took_ms is None else f"  {took_words(row)}"
         if line.width + len(of) + len(text) + len(took) > width:  # leave words out, so that no figure is cut off
             of, took = f" of {budget:,}  ", "" if row.took_ms is None else f"  {ms(row.took_ms)} ms"
-            texts = [contents(row, most) for most in range(4, -1, -1)]
+            texts = [contents(view, row, most) for most in range(4, -1, -1)]
             room = width - line.width - len(of)
             timed = texts[:-1] if len(row.chunks) == 1 else texts  # the tokens of a single chunk before the time
             fitting = [text for text in timed if len(text) + len(took) <= room]
             text = next(iter(fitting or [text for text in texts if len(text) <= room]), texts[-1])
-        line.add(of, "dim").add(text)
+        line.add(of, "dim").extend(named(view, text))
         if took and line.width + len(took) <= width:
             line.add(took, "bold ink")
             _add_cause(line, view, row, width)
@@ -115,9 +116,9 @@ class StepBar(LinePanel, can_focus=False):
         line.add(f"{frame.tokens:,.0f}", "bold ink").add(f" of {view.moment.shown.state.budget:,} tokens", "dim")
         last = view.history.steps.get(frame.last)
         if last is not None:
-            named = f"  last: step {last.step:,}"
-            texts = [f"{named} = {contents(last, most)}" for most in range(4, -1, -1)]
-            line.add(fitting(width - line.width, *texts, named, ""))
+            last_step = f"  last: step {last.step:,}"
+            texts = [f"{last_step} = {contents(view, last, most)}" for most in range(4, -1, -1)]
+            line.extend(named(view, fitting(width - line.width, *texts, last_step, "")))
             took = "" if last.took_ms is None else f" in {ms(last.took_ms)} ms"
             if took and line.width + len(took) <= width:
                 line.add(took)
@@ -136,9 +137,9 @@ def _ahead(view: View, row: StepRow | None) -> tuple[str, ...]:
 
 def _add_cause(line: Row, view: View, row: StepRow, width: int) -> None:
     """Add the expected time and the causes of a longer time, or a shorter text if the whole one does not fit."""
-    text = cause_within(row, view.models.of(row.step), width - line.width - 3)
+    text = cause_within(view, row, width - line.width - 3)
     if text:
-        line.add(f" ({text})", "dim")
+        line.extend(named(view, f" ({text})", "dim"))
 
 
 def _bar(row: StepRow, width: int, budget: int, view: View) -> Runs:
@@ -149,7 +150,8 @@ def _bar(row: StepRow, width: int, budget: int, view: View) -> Runs:
     lit = view.links.requests
     for i, (request, _start, n, _samples) in enumerate(row.chunks):
         style = ("prefill", "prefill-2")[i % 2]
-        slices.append((n, [f"r{request} +{n}", f"+{n}", ""], f"underline {style}" if request in lit else style))
+        labels = [f"{view.texts.request(request)} +{n}", f"r{request} +{n}", f"+{n}", ""]
+        slices.append((n, labels, f"underline {style}" if request in lit else style))
     return _slices(slices, row.tokens, width, budget)
 
 

@@ -6,6 +6,7 @@ from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.inspect.host_device import LABEL
 from minitui.tui.widgets.inspect.step_bar import cause_within, without_usual
+from minitui.tui.widgets.named import named
 from minitui.tui.widgets.rows import Row, Runs, first_rows, fitting, plain, wrapped
 from minitui.viewmodel.explain.limits import Limit, OtherPrograms
 from minitui.viewmodel.explain.timing import RECENT_FIRST_TOKENS, KindStats, Timings, why_briefly, why_slow
@@ -55,7 +56,8 @@ def slowest_rows(view: View, width: int, most: int) -> list[Runs]:
     took, step = f"{ms(slowest.took_ms)} ms", f" step {slowest.step:,}"
     if view.timings.by_device:  # not the clock of the table above
         step += fitting(width - LABEL - len(took) - len(step), f", since the results of step {slowest.step - 1:,}", "")
-    style, whole, brief = "prefill" if slowest.chunks else "ink", why_slow(slowest, model), why_briefly(slowest, model)
+    style = "prefill" if slowest.chunks else "ink"
+    whole, brief = (view.texts.labelled(why(slowest, model)) for why in (why_slow, why_briefly))
     padded = LABEL + len(took) + len(step) + 1 + len(whole) <= width
     row = Row("slowest ", "dim").to(LABEL if padded else 0).add(took, "bold ink").add(step)
     if row.width + 1 + len(whole) <= width:
@@ -65,18 +67,19 @@ def slowest_rows(view: View, width: int, most: int) -> list[Runs]:
     if len(others) < most:
         return [row.add(plain(first)[row.width :], style).done(width), *others]
     if most == 1:
-        return [row.add(" ").add(cause_within(slowest, model, width - row.width - 1), style).done(width)]
+        return [row.add(" ").extend(named(view, cause_within(view, slowest, width - row.width - 1), style)).done(width)]
     return [row.done(width), *first_rows(whole, style, width, most - 1, "d: details")]
 
 
-def first_token_row(t: Timings, width: int) -> Runs:
+def first_token_row(view: View, width: int) -> Runs:
     """Returns the parts of the last time to first token, and their median."""
+    t = view.timings
     first, median = t.first_token, t.median_first_ms
     row = Row("first token", "dim").to(LABEL)
     if first is None or median is None:
         return row.add("none yet", "dim").done(width)
     parts = f"queue {ms(first.queue_ms)} + prefill {ms(first.prefill_ms)}"
-    took, request = f"{ms(first.total_ms)} ms", f" r{first.request}"
+    took, request = f"{ms(first.total_ms)} ms", f" {view.texts.request(first.request)}"
     if row.width + len(took) + 3 + len(parts) > width:
         took = ms(first.total_ms)
         row = Row("first token ", "dim")
@@ -84,7 +87,7 @@ def first_token_row(t: Timings, width: int) -> Runs:
             row = Row("first ", "dim")
     row.add(took, "bold ink")
     if row.width + len(request) + len(parts) + 3 <= width:
-        row.add(request)
+        row.extend(named(view, request))
     row.add(" = ", "dim")
     for i, word in enumerate(parts.split(" ")):
         row.add(" " * bool(i) + word, "ink" if word[0].isdigit() else "dim")

@@ -27,6 +27,7 @@ from minitui.tui.widgets.inspect.timing_rows import (
     limit_rows,
     slowest_rows,
 )
+from minitui.tui.widgets.named import named
 from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, fitting, legend
 from minitui.viewmodel.explain.timing import StepTimes, Timings, rows_of, step_times, usual_words, why_slow
 from minitui.viewmodel.history.steps import StepRow
@@ -126,11 +127,10 @@ def slow_steps(
             row.to(end - len(text), " ", "ink" + ground).add(text, "bold ink" + ground)
         style = STYLES[("decode", "mixed", "prefill").index(step.kind)]
         row.to(ENDS[-1] + 2, " ", "ink" + ground).add(step.kind.ljust(KIND), style + ground)
-        model = view.models.of(step.step)
-        usual = usual_words(step, model)
+        usual = usual_words(step, view.models.of(step.step))
         fits = 0 < len(usual) <= width - row.width
-        why = usual if fits else cause_within(step, model, width - row.width) or "expected time unknown"
-        drawn.append(row.add(why, "ink" + ground).to(width, " ", "ink" + ground).done(width))
+        why = usual if fits else cause_within(view, step, width - row.width) or "expected time unknown"
+        drawn.append(row.extend(named(view, why, "ink" + ground)).to(width, " ", "ink" + ground).done(width))
     return drawn
 
 
@@ -215,7 +215,7 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
     def picture(self, view: View, width: int, height: int) -> Picture:
         t = view.timings
         rows = kind_rows(t, width)
-        more = [first_token_row(t, width)]
+        more = [first_token_row(view, width)]
         if t.drafted:
             more.append(drafts_row(t, width))
         if t.ranks > 1:
@@ -304,7 +304,7 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
 
     def _foot(self, step: StepRow, view: View, width: int, most: int = FOOT) -> list[Runs]:
         """Returns at most `most` rows with the cause of a step, if its row of the list has not all of it."""
-        why = why_slow(step, view.models.of(step.step))
+        why = view.texts.labelled(why_slow(step, view.models.of(step.step)))
         if len(why) <= room_for_why(width):
             return []
         return first_rows(f"step {step.step:,}: {why}", "ink", width, most, "d: details")

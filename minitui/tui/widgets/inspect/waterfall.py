@@ -142,7 +142,7 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
             seen = {span.kind for span in (*self.host, *device, *pauses)} if height < LOW else None
             room = height - len(rows) - len(view.timings.limits) - bool(late) - 1  # 1: of a request
             within = next((span for span in device if span.step == row.step and span.kind == PERHAPS), None)
-            rows += figures(row, view.history.steps, view.models.of(row.step), width, seen, room, within)
+            rows += figures(view, row, width, seen, room, within)
         rows += limit_rows(view.timings.limits, width)
         if late:
             rows.append(Row(f"no results for {duration(late)} so far", "bold bad").done(width))

@@ -7,13 +7,14 @@ from collections.abc import Collection, Sequence
 from minitui.text import duration, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.inspect.step_bar import contents
+from minitui.tui.widgets.named import named
 from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, legend, runs_width
 from minitui.tui.widgets.tracks import STYLES, UNKNOWN, mark
-from minitui.viewmodel.explain.cost_model import CostModel
 from minitui.viewmodel.explain.timing import why_slow
 from minitui.viewmodel.history.device_spans import PERHAPS
 from minitui.viewmodel.history.spans import HOST, LAUNCH_OR_WAIT, NOT_REPORTED, REQUESTS, Span, parts_of
 from minitui.viewmodel.history.steps import PARTS, StepRow, Steps
+from minitui.viewmodel.view import View
 
 WHY_ROWS = 4  # of the cause of a step
 
@@ -61,26 +62,26 @@ def at_cursor(place: float, left: float, host: Sequence[Span], device: Sequence[
 
 
 def figures(
-    row: StepRow, steps: Steps, model: CostModel | None, width: int, seen: Collection[str] | None, room: int,
-    within: Span | None,
+    view: View, row: StepRow, width: int, seen: Collection[str] | None, room: int, within: Span | None,
 ) -> list[Runs]:  # fmt: skip
     """Returns the rows with the times of a step's parts. They are also the legend of the tracks. `seen`: the kinds of
     the spans in sight; parts of other kinds are left out if they took no time. None: no part is left out. `room`: rows;
     with too few, the end of the cause is left out. `within`: the device began the step at a moment of this span; None:
     its begin is known, or unknown."""
-    head = Row(f"step {row.step:,}", "bold ink").add("  " + contents(row))
+    head = Row(f"step {row.step:,}", "bold ink").extend(named(view, "  " + contents(view, row)))
     if row.took_ms is not None:
         head.add("  took ", "dim").add(duration(row.took_ms), "bold ink")
-    why = why_slow(row, model, always=True)
+    model = view.models.of(row.step)
+    why = view.texts.labelled(why_slow(row, model, always=True))
     if head.width + len(why) + 3 > width:
-        why = why_slow(row, model)
+        why = view.texts.labelled(why_slow(row, model))
     if why and head.width + len(why) + 3 <= width:
-        head.add(f" ({why})", "dim")
+        head.extend(named(view, f" ({why})", "dim"))
         why = ""
     rows: list[Runs] = []
     flow = Row()
     marks = None if seen is None else {mark(kind) for kind in seen}
-    for glyph, style, name, value in _entries(row, steps, within):
+    for glyph, style, name, value in _entries(row, view.history.steps, within):
         if marks is not None and glyph not in marks and value in ("0", glyphs().dash):
             continue
         entry = [(glyph, style), (f" {name} ", "dim"), (value, "ink")]
