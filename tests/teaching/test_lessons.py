@@ -22,10 +22,11 @@ from minitui.chat.sessions import Chats
 from minitui.cli.options import engine_config
 from minitui.settings import Settings
 from minitui.sources.local import LocalSource
-from minitui.teaching import contrasts
+from minitui.teaching import contrasts, hybrid
 from minitui.teaching.lesson_progress import LessonProgress
 from minitui.teaching.lessons import (
     LESSONS,
+    kinds_of_memory,
     l3_paged_kv,
     l4_paged_attention,
     l6_scheduler,
@@ -84,6 +85,7 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (9, "The same beginning, another question"): "24",
     (9, "All at the same time"): "192",
     (9, "What is evicted, and when"): "B's, then the last of A's",
+    (9, "Three kinds of memory"): "256",
     (10, "Eager and graphs"): "5.4 ms",
     (10, "A larger model"): "about 1.5 times",
     (10, "Overlap"): "0.8 ms",
@@ -286,6 +288,14 @@ def test_the_radix_lesson_counts_what_was_shared(outcome: Callable[[int], Taught
     assert counted["shared"] > counted["computed"]
     most = (total + 6 * 7) / 16 + 6  # blocks: of six prompts, 7 tokens of each reply, and a rest in six last blocks
     assert most <= options["kv_blocks"], "the requests would fit even if they shared nothing"
+
+
+def test_the_radix_lesson_tells_what_a_checkpoint_costs(outcome: Callable[[int], Taught]) -> None:
+    text = outcome(9).seen["Three kinds of memory"].text
+    cached, again, new = bars(text).values()
+    assert (cached, cached + again) == (kinds_of_memory.PAGE, hybrid.FOUND) and cached + again + new == hybrid.PROMPT
+    assert f"the nearest checkpoint is at {cached}: {again} tokens again" in text
+    assert f"the third chat took {cached + again}:" in text
 
 
 def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(outcome: Callable[[int], Taught]) -> None:

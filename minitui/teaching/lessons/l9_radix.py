@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from engine.trace.views import SHARED
+from minitui.teaching.hybrid import FOUND, PROMPT
+from minitui.teaching.hybrid import SAME as ALIKE
+from minitui.teaching.lessons.kinds_of_memory import PAGE, kinds_of_memory
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.lessons.side_by_side import side_by_side
 from minitui.teaching.lessons.tree_walk import CACHED_A, CACHED_B, LONG, NEEDED, ROOM, SAME, touch_and_evict, walk
@@ -174,6 +177,32 @@ LESSON = Lesson(
                     "",
                     "A and B would still hold their blocks. But their replies have ended, so the blocks are only "
                     "cached.",
+                ),
+            ),
+        ),
+        Page(
+            "Three kinds of memory",
+            f"""
+            Full attention keeps keys and values of all tokens. A layer with a window drops those of old tokens. A layer
+            with a recurrent state keeps one state, which each token changes, and a state cannot be taken back. So the
+            engine keeps copies of it, checkpoints: here after {PAGE} tokens, and at the end of a prompt. A hit is the
+            longest beginning that every kind of memory can serve.
+
+            Three of four layers of this model have a state. Its weights are random. Three chats have prompts of
+            {PROMPT} tokens, and the first {ALIKE} are the same.
+            """,
+            panel="tree",
+            code="engine.core.cache:KVCache._cut",
+            run=kinds_of_memory,
+            predict=Prediction(
+                "How many tokens does the second chat take from the cache?",
+                (f"{FOUND}", f"{PAGE}", "0", f"{ALIKE}"),
+                (
+                    "full attention alone would decide. It has these blocks, but no state after them was kept.",
+                    "",
+                    f"there would be no checkpoint in the shared text. But there is one after {PAGE} tokens.",
+                    "a part of a block could be used. But only full blocks are shared, and a state is kept only at the "
+                    "end of a block.",
                 ),
             ),
         ),
