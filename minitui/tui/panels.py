@@ -30,19 +30,33 @@ COLUMNS = ("top", "left", "right", "alone")
 
 class Room(NamedTuple):
     """`rows`: those of the columns. `screen`: those of the terminal. `above`: those of the top bar. `blocks`: rows of
-    half cells that the pool needs, a half cell for each block."""
+    half cells that the pool needs, a half cell for each block. `table`, `lanes`: rows that the content of the block
+    table needs, and that of the panels below it."""
 
     rows: int
     screen: int
     above: int
     blocks: int
+    table: int = 0
+    lanes: int = 1 << 10
 
 
-def _map_rows(room: Room) -> int:
+def _map_share(room: Room) -> int:
     """Returns the rows of the map: those for the whole pool, if they are not many more than its usual share."""
     usual = max(9, round(room.rows * 0.38)) if room.above < 4 else max(7, round(room.rows * 0.3))
     whole = room.blocks + 4  # with the frame, the bar and the waste
     return max(usual, whole) if whole <= room.rows * 0.42 else usual
+
+
+def _table_rows(room: Room) -> int:
+    """Returns the rows of the block table: more than its usual ones if its content needs them and the lanes do not."""
+    usual = 6 if room.rows >= 32 else 5
+    return max(usual, min(room.table, room.rows - _map_share(room) - room.lanes) // 3 * 3)  # a line of chips has 3
+
+
+def _map_rows(room: Room) -> int:
+    """Returns the rows of the map: its share, and what the table and the lanes do not need."""
+    return max(_map_share(room), min(round(room.rows * 0.6), room.rows - _table_rows(room) - room.lanes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +148,7 @@ PANELS = table((
         height=lambda room: max(10, room.screen // 3),
         help="below the map when it is shown alone: the selected block's tokens, users, age and history"),
     Panel(name="table", widget=BlockTable, column="left", every=2, turn=1,
-        height=lambda room: 6 if room.rows >= 32 else 5,
+        height=_table_rows,
         help="positions → blocks of the selected request; the last block may be partly filled"),
     Panel(name="lanes", widget=BatchLanes, column="left", every=4, turn=1,
         help="waiting and running requests over time"),

@@ -8,12 +8,18 @@ from itertools import pairwise
 import pytest
 
 from engine.trace.state import State
+from minitui.chat.sessions import Chats
 from minitui.dev.panel import stress_view
 from minitui.dev.simulator import CLASSROOM, Load
+from minitui.settings import Settings
+from minitui.sources.replay import ReplaySource
+from minitui.trace.bundled import bundled
 from minitui.tui.panels import ALONE, IN_ORDER, PANELS, Room
+from minitui.tui.replay_app import ReplayApp
+from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.theme import COLOURS, STATES, owner_style
 from minitui.tui.widgets.inspect.block_colours import by_age, by_owner, by_refs
-from minitui.tui.widgets.inspect.block_map import BlockMap, blocks_to_show
+from minitui.tui.widgets.inspect.block_map import BlockMap, blocks_to_show, grid
 from minitui.tui.widgets.inspect.block_table import BlockTable
 from minitui.tui.widgets.inspect.details import story_lines
 from minitui.tui.widgets.inspect.events import Events
@@ -27,7 +33,7 @@ from minitui.tui.widgets.panel_strip import PanelStrip
 from minitui.tui.widgets.rows import Runs, plain
 from minitui.viewmodel.explain.stalls import STALL_FROM
 from minitui.viewmodel.view import View
-from tests.support.driving import drawn, press
+from tests.support.driving import drawn, press, until
 from tests.tui.test_keys import live
 from tests.tui.test_mouse import inspecting
 from tests.viewmodel.test_stalls import GC, LONG, STALL_MS, STEP, stalled
@@ -202,6 +208,30 @@ def test_ages_and_users_are_shades_of_the_state() -> None:
         assert colours["shared-heat-5"] == colours["shared"] and colours["active-heat-0"] == colours["active-glow"]
 
 
+def test_a_few_blocks_have_large_cells_and_panels_take_the_rows_that_their_content_needs() -> None:
+    assert (grid(24, 73, 8).cell, grid(24, 73, 8).spread, grid(80, 73, 8).cell) == (6, True, 2)
+    for rows in range(25, 60):
+        for table, lanes in ((6, 8), (9, 12), (12, 40), (0, 0)):
+            room = Room(rows, rows + 10, 1, 2, table, lanes)
+            heights = [PANELS[name].height(room) for name in ("map", "table")]
+            left = rows - sum(heights)
+            usual = [PANELS[name].height(room._replace(table=0, lanes=1 << 10)) for name in ("map", "table")]
+            assert all(now >= before for now, before in zip(heights, usual, strict=True))
+            assert left >= min(lanes, rows - sum(usual)), "the lanes keep what they need"
+    stress, view = stress_view(STEADY, 0.1, 2)
+    panels = BatchLanes(), BlockTable()
+    for _ in range(40):
+        stress.run(0.02)
+        view.fold(stress.drain(), stress.now)
+        view.frame(stress.now)
+        before = [panel.wanted for panel in panels]
+        rows = [panel.picture(view, 80, 20).rows for panel in panels]
+        assert panels[0].wanted >= len(view.history.lanes.active) + 5 and panels[1].wanted >= before[1]
+    table = view.moment.shown.state.requests[view.subject()].table
+    assert panels[1].wanted >= 6 and len(table) <= (panels[1].wanted - 3) // 3 * 13
+    assert sum(bool(plain(row).strip()) for row in rows[0]) <= panels[0].wanted
+
+
 # ---- what has just changed
 
 
@@ -251,7 +281,24 @@ def test_host_and_device_have_three_rows_each_where_there_is_room() -> None:
             assert rows[at - 1] == rows[at + 1] != rows[at], "its words are in the middle row"
 
 
-async def test_a_small_terminal_names_all_panels_and_a_click_shows_one() -> None:
+async def test_a_small_terminal_says_that_a_stream_stalled_and_a_text_was_evicted() -> None:
+    source = ReplaySource(str(bundled()["small-pool"]))
+    app = ReplayApp(source, Chats(source), Settings(), system="", speaker="model")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app.feed.live)
+        app.open_mode("inspect")
+        await source.control("pause")
+        await app.seek(120)  # r4 comes back after 495 ms in the queue, and needs evicted blocks
+        await until(pilot, lambda: isinstance(app.screen, InspectScreen) and app.position >= 120)
+        strip = app.screen.query_one(PanelStrip)
+        await until(pilot, lambda: "ms" in strip.text)
+        assert strip.text.startswith("[blocks] table  lanes  495 ms  tree  × 112 ")
+        await press(pilot, "tab", "tab")
+        assert "[lanes] 495 ms " in strip.text and " 495 ms: queue" in app.screen.query_one(BatchLanes).text
+
+
+async def test_a_small_terminal_names_all_panels_and_a_click_shows_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InspectScreen, "_to_see", lambda *_: {})  # a busy machine has stalls
     async with live((80, 24)) as (app, pilot):
         screen = await inspecting(app, pilot)
         strip = screen.query_one(PanelStrip)

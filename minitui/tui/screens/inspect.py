@@ -12,7 +12,9 @@ from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 
+from minitui.text import ms
 from minitui.tui.app_base import AppBase
+from minitui.tui.glyphs import glyphs
 from minitui.tui.panels import ALONE, IN_ORDER, PANELS, Room
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.widgets.bars import Bar, StatusBar, TopBar
@@ -21,6 +23,7 @@ from minitui.tui.widgets.hit_card import HitCard
 from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.details import Details, HoverCard
 from minitui.tui.widgets.inspect.events import Events
+from minitui.tui.widgets.inspect.lanes import BatchLanes
 from minitui.tui.widgets.inspect.timeline import JumpRequested, TimelineClosed, TimelineOpened
 from minitui.tui.widgets.panel_strip import PanelChosen, PanelStrip
 from minitui.viewmodel.view import View
@@ -172,6 +175,8 @@ class InspectScreen(BaseScreen[None]):
         self._jumps = Jumps(self.app)
         self._about = False  # the selected block is described below the map
         self._blocks = 0  # of the pool
+        self._looked = -1  # the second, or the step of a still picture, at which the hidden lanes were computed
+        self._wanted = (0, 0)  # rows that the table and the lanes need
         self._above = 1  # rows of the top bar, which is higher when it shows the story of a demo
 
     def compose(self) -> ComposeResult:
@@ -259,8 +264,12 @@ class InspectScreen(BaseScreen[None]):
         step = self._panels["step"]
         step.frame = "none" if single else "box"
         step.styles.height = 2 if single else 4
+        step.styles.padding = (0, 1) if single else 0
         rows, blocks = self.size.height - 7 - self._above, math.ceil(self._blocks / max(1, self.size.width - 8))
-        room = Room(rows, self.size.height, self._above, blocks)
+        table, lanes = self._wanted
+        room = Room(rows, self.size.height, self._above, blocks, table, lanes or rows)
+        if "experts" not in self.absent and (experts := PANELS["experts"].height):
+            room = room._replace(lanes=room.lanes + experts(room))
         for name, panel in PANELS.items():
             if panel.column != "top":
                 fixed = panel.height is not None and not (single and panel.can_focus)
@@ -281,12 +290,29 @@ class InspectScreen(BaseScreen[None]):
         if (above := max(1, sum(bar.size.height for bar in self._bars[:-1] if bar.display))) != self._above:
             self._above = above
             self.lay_out()
-        if self._about != self._describes_block or self._blocks != view.moment.shown.total:
-            self._blocks = view.moment.shown.total
+        wanted = self._panels["table"].wanted, self._panels["lanes"].wanted
+        known = self._about, self._blocks, wanted if self.single else self._wanted
+        if known != (self._describes_block, view.moment.shown.total, wanted):
+            self._blocks, self._wanted = view.moment.shown.total, wanted
             self.lay_out()
         if self._details.display:
             self._details.paint(view)
+        if self._strip.display and view.history.loaded:
+            self._strip.marks = self._to_see(view)
         self.painter.paint(view)
+
+    def _to_see(self, view: View) -> dict[str, str]:
+        """Returns what there is to see in panels that a small terminal does not show: the worst stall of the lanes, and
+        the tokens that were just evicted from the tree."""
+        lanes, size = self._panels["lanes"], self.size
+        assert isinstance(lanes, BatchLanes)
+        moment = view.moment.horizon if view.moment.still else int(view.moment.now)
+        if not lanes.display and moment != self._looked:
+            lanes.picture(view, size.width - 4, size.height // 2)  # once a second
+        self._looked = moment
+        evicted = sum(last.tokens for last in view.moment.just_evicted())
+        marks = {"lanes": f" {ms(lanes.stall.gap.ms)} ms " if lanes.stall is not None else ""}
+        return marks | {"tree": f" {glyphs().times} {evicted:,} " if evicted else ""}
 
     # ---- messages and actions
 

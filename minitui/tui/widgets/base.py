@@ -172,6 +172,7 @@ class LinePanel(CellWidget, can_focus=True):
     TITLE: ClassVar[str] = ""
     SHOWS_ITSELF: ClassVar[bool] = False  # True: `paint` is called also while it is hidden, and may show it
     moving = False  # True: something in it moves, so it is painted in every frame
+    wanted = 0  # rows with the frame that the content of the last picture needs; 0: unknown
     NEEDS_STATE: ClassVar[bool] = False  # True: before the engine's state is known, the panel only says why it is not
     DEFAULT_CSS = "LinePanel { background: $ground; color: $ink; }"
     view: View  # the view of the last paint; the attribute does not exist before the first paint

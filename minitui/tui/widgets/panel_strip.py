@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from textual.message import Message
 
 from minitui.tui.widgets.bars import Bar
@@ -19,11 +21,13 @@ class PanelChosen(Message):
 
 
 class PanelStrip(Bar):
-    """One word for each panel, the current one in brackets. A click on a word shows its panel."""
+    """One word for each panel, the current one in brackets, and what there is to see in it. A click on a word shows its
+    panel."""
 
     SHOWS_ITSELF = False
     names: tuple[str, ...] = ()
     current = ""
+    marks: Mapping[str, str] = {}  # of the panels that have something to see: a stall, an eviction
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -36,9 +40,9 @@ class PanelStrip(Bar):
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         words = {name: "blocks" if name == "map" else name for name in self.names}
-        names = list(self.names)
-        while names and names[0] != self.current and sum(len(words[name]) + 2 for name in names) > width:
-            del names[0]  # the current panel is always named
+        names, marks = list(self.names), self.marks
+        while len(names) > 1 and sum(len(words[name]) + len(marks.get(name, "")) + 2 for name in names) > width:
+            del names[0 if names[-1] == self.current else -1]  # the current panel is always named
         row = Row()
         self._places = []
         for name in names:
@@ -47,6 +51,7 @@ class PanelStrip(Bar):
                 row.add(f"[{words[name]}]", "bold accent")
             else:
                 row.add(f" {words[name]} ", "dim")
+            row.add(marks.get(name, ""), "bold on-fill on bad")
             self._places.append((start, row.width, name))
         return Picture([row.done(width)])
 

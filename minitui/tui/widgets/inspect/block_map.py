@@ -26,7 +26,8 @@ from minitui.viewmodel.board import KeyRead
 from minitui.viewmodel.state.annotated_state import AnnotatedState
 from minitui.viewmodel.view import View
 
-CELL_SHAPES = ((2, 2), (2, 1), (1, 1), (1, 0))  # (width of a cell, gap after it), the widest first
+CELL_SHAPES = ((6, 2), (2, 2), (2, 1), (1, 1), (1, 0))  # (width of a cell, gap after it), the widest first
+WIDE = 6  # cells: used only with blank lines between the rows
 MIN_WIDTH_SHARE = 0.75  # a shape is used if rows of 8, 16, 24 … cells take at least this share of the width
 FEWEST_SHOWN = 64  # blocks
 
@@ -96,7 +97,7 @@ def grid(
     for min_share in (MIN_WIDTH_SHARE, 0.0):
         for cell, gap in CELL_SHAPES:
             per_row = _in_eights((width + gap) // (cell + gap))
-            fits = per_row > 0 and -(-blocks // per_row) <= height
+            fits = per_row > 0 and -(-blocks // per_row) * (1 + (cell >= WIDE)) <= height + (cell >= WIDE)
             if fits and per_row * (cell + gap) >= min_share * width:
                 return Grid(first, blocks, 1, cell, gap, per_row, height)
     k = max(1, -(-blocks // (width * height * halves)))

@@ -127,6 +127,8 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
         if left:
             across = short
         rows: list[Runs] = []
+        whole = 3 - (-len(table) // across) * 3  # with the heading and the frame
+        self.wanted = whole if view.moment.still else max(whole, self.wanted)  # the panels do not move to and fro
         chosen = selected(view, "block")
         at = table.index(chosen) if chosen in table else None
         items = _with_ends(len(table), max(1, height // chip_lines) * across, across, at)

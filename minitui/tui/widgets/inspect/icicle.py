@@ -58,9 +58,14 @@ class Icicle:
     rows: list[Runs] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
     per_column: float = 1.0  # tokens
-    hidden: int = 0  # branches without a row
+    spare: int = 0  # rows without a branch; negative: branches without a row
     apart: int = 1  # lines from a row of bars to the next
     moving: bool = False  # bars will be at other places in the next frame
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes with a bar in the picture."""
+        return sum(bar.kind == "node" and bar.first * self.apart + 1 < len(self.rows) for bar in self.bars)
 
     def at(self, column: int, row: int) -> Bar | None:
         """Returns the bar at a cell. Row 0 is the axis."""
@@ -126,7 +131,7 @@ def icicle(
             moved_by = round(MOVE * min(1.0, away))
             bars.append(Bar("evicted", last_of, begin, begin + tokens, "bad", words, row, moved=moved_by))
         next_row += len(evicted)
-    found.hidden = max(0, next_row - room)
+    found.spare = room - next_row
     most = max((bar.end for bar in bars if bar.first < room), default=1)
     columns = max(8, width - NAMES - (RANK if any(bar.rank for bar in bars) else 0))
     found.per_column = most / columns

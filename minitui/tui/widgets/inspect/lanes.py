@@ -23,6 +23,7 @@ from minitui.viewmodel.history.lanes import LaneRows
 from minitui.viewmodel.view import View
 
 SPAN_SECONDS = 10.0
+SPARE = 3  # rows for the next requests
 STALL_SECONDS = 1.0  # between two searches for the worst stall
 STALL, STALL_WORDS = PREEMPTED + 1, PREEMPTED + 2  # codes of cells, besides those of lanes
 STEPS_PER_COLUMN = (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500)
@@ -89,6 +90,9 @@ select one of these two, the label names that request. A label has the colour of
         last_column = horizon // self.k - self.back
         self.first_step = (last_column - self.columns + 1) * self.k
         end = min(horizon, self.first_step + self.k * self.columns - 1)
+        needs = 5 + len(lanes.active) + lanes.number_ended(self.first_step, end)
+        if needs > self.wanted or needs < self.wanted - 2 * SPARE:
+            self.wanted = needs + SPARE * (not view.moment.still)  # the panels do not move with each request
         scale = (self.back, self.k)
         self.rows.place(lanes, max(0, height - 3), self.first_step, end, scale, selected(view, "request"))
         self._find_stall(view, end)
@@ -285,8 +289,9 @@ select one of these two, the label names that request. A label has the colour of
         took = took[took > 0]
         if self.stall is not None and not self._says_why:
             text = view.texts.labelled(f"r{self.stall.lane.id}: {self.stall.words}")
-            if row.width + len(text) + 3 <= width:
-                row.right(text, width, "bad")
+            if row.width + len(text) + 3 > width >= len(text):
+                row = Row()
+            row.right(text, width, "bad")
         elif len(took):
             text = f"duration of these steps: {ms(took.min())} to {ms(took.max())} ms"
             if row.width + len(text) + 3 <= width:

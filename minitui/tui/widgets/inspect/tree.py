@@ -103,6 +103,7 @@ node of which the running step still computes blocks. A large panel (z) also has
     _seen: AbstractSet[int] = frozenset()  # the nodes of the last picture as bars
     _split: tuple[int, float] = (0, -1e9)  # the node that was split last, and when it was first drawn
     below: Sequence[int] = ()  # the node of each row from `bottom` on; 0: none
+    _more = 0  # nodes of the last picture beyond its rows
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         shown = view.moment.shown
@@ -110,9 +111,15 @@ node of which the running step still computes blocks. A large panel (z) also has
         room = max(1, height - 2 - len(whole) - len(below))
         chosen = selected(view, "node")
         pinned = set(view.links.nodes)
-        picture = view.moment.tree.picture(shown, view.texts.decode, room, pinned, self.search, self.everything)
+        for _ in range(2):  # a branch with several nodes is one row of bars, so there may be room for more nodes
+            most = room + self._more
+            picture = view.moment.tree.picture(shown, view.texts.decode, most, pinned, self.search, self.everything)
+            self.icicle = self._icicle(view, picture, width, room + 1)
+            spare = -self._more if self.icicle is None else min(self.icicle.spare, picture.hidden_nodes)
+            before, self._more = self._more, max(0, self._more + spare)
+            if self._more == before:
+                break
         self.nodes = [row.node for row in picture.rows]
-        self.icicle = self._icicle(view, picture, width, room + 1)
         self.moving = self.icicle is not None and self.icicle.moving
         self.top = max(0, min(self.top, len(picture.rows) - room))
         if chosen in self.nodes:
@@ -129,7 +136,7 @@ node of which the running step still computes blocks. A large panel (z) also has
             why = self.EMPTY if view.history.caching else "prefix caching is off"
             rows += wrapped(f"empty: {why}", "dim", width)[:room]
         rows += [Row().done(width)] * (room + 1 - len(rows))
-        hidden = picture.hidden_nodes + (len(picture.rows) - len(visible) if self.icicle is None else 0)
+        hidden = picture.nodes - (len(visible) if self.icicle is None else self.icicle.nodes)
         rows += whole
         self.bottom = len(rows)
         rows += [*below, self._foot(view, hidden, picture.evictable_tokens, width)]
