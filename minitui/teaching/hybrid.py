@@ -12,6 +12,7 @@ from typing import Any
 from minitui.teaching.contrasts import notes
 from minitui.teaching.stage import Stage
 from minitui.text import duration, match_reason
+from minitui.viewmodel.explain.cut_hits import CUT, again_ms
 
 LAYERS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 MODEL = {
@@ -31,7 +32,8 @@ NAMES = ("Oslo", "Lima", "Cairo")
 async def three_chats(stage: Stage, lines: int) -> list[dict[str, Any]]:
     """Runs three chats, one after the other, with one system prompt and different questions; returns their metrics.
 
-    `lines`: notes in the system prompt. A metric "first_ms" is added: the time to the first token.
+    `lines`: notes in the system prompt. Two metrics are added: "first_ms", the time to the first token, and "again_ms",
+    that of the tokens that were computed again because no checkpoint was nearer (None: unknown).
     """
     found = []
     for name in NAMES:
@@ -40,15 +42,16 @@ async def three_chats(stage: Stage, lines: int) -> list[dict[str, Any]]:
         request = await stage.ask(session, " ".join(f"{name} asks for part {i}." for i in range(14)))
         (metrics,) = await stage.answers([session])
         await stage.gate()
-        ttft = stage.view.history.lanes.lanes[request].ttft
-        found.append(metrics | {"first_ms": ttft[1] if ttft else 0.0})
+        lane = stage.view.history.lanes.lanes[request]
+        again = again_ms(stage.view.history, lane, lane.stop_at, lane.cached_tokens) if lane.stop in CUT else None
+        found.append(metrics | {"first_ms": lane.ttft[1] if lane.ttft else 0.0, "again_ms": again})
     return found
 
 
-def told(metrics: dict[str, Any]) -> str:
-    """Returns how much of a prompt came from the cache, and why the rest did not."""
+def told(metrics: dict[str, Any], again_ms: float | None = None) -> str:
+    """Returns how much of a prompt came from the cache, and why the rest did not, with the time that this took."""
     match, cached = metrics["match"], metrics["cached_tokens"]
-    why = match_reason(match["stop"], match["at"], cached, match["detail"])
+    why = match_reason(match["stop"], match["at"], cached, match["detail"], again_ms)
     return f"{cached} of {metrics['prompt_tokens']} tokens ({why})"
 
 
@@ -64,7 +67,8 @@ async def hybrid(stage: Stage) -> None:
     await stage.pause(4)
     before = await three_chats(stage, LONG)
     stage.say(
-        f"Oslo's checkpoints were at {INTERVAL} and near the end of its prompt. Lima took {told(before[1])}. "
+        f"Oslo's checkpoints were at {INTERVAL} and near the end of its prompt. "
+        f"Lima took {told(before[1], before[1]['again_ms'])}. "
         f"Where its hit in full attention ended, Lima left one more checkpoint. Cairo took {told(before[2])}."
     )
     await stage.pause(4)
@@ -78,7 +82,8 @@ async def hybrid(stage: Stage) -> None:
     )
     after = await three_chats(stage, SHORT)
     stage.say(
-        f"{stage.verdict(2)}Lima took {told(after[1])}. The checkpoint at {INTERVAL} is now behind the shared text. A "
+        f"{stage.verdict(2)}Lima took {told(after[1], after[1]['again_ms'])}. "
+        f"The checkpoint at {INTERVAL} is now behind the shared text. A "
         "state cannot be taken back to an earlier token, so the cached keys and values do not help."
     )
     await stage.pause(4)

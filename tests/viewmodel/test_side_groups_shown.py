@@ -7,8 +7,10 @@ import re
 from engine.metrics.metrics import Metrics
 from engine.trace.kind import kind_of
 from engine.trace.side_pool import OWN
+from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.chat.occupancy import Occupancy, PromptOrigin, side_strips, strip_rows
 from minitui.tui.widgets.inspect.block_map import BlockMap
+from minitui.tui.widgets.inspect.block_table import BlockTable
 from minitui.tui.widgets.inspect.tree import RadixTree
 from minitui.viewmodel.state.side_groups import evicted_next, eviction_words, kept_ends, kept_places, strips
 from minitui.viewmodel.words.narrate import narrate
@@ -199,3 +201,50 @@ def test_prometheus_has_the_use_of_each_group() -> None:
     for strip in strips(hybrid.view.history.live.state)[1:]:
         used = re.search(rf'minitui_side_cache_usage_ratio{{.*group="{strip.name}".*}} ([\d.]+)', page)
         assert used and abs(float(used[1]) - (strip.counts[1] + strip.counts[2]) / strip.total) < 1e-6
+
+
+def test_the_block_table_has_a_row_for_each_group() -> None:
+    hybrid = Hybrid()
+    hybrid.ask(SHARED)
+    request = hybrid.add([*SHARED, 7, 8], tokens=30)
+    hybrid.step(3)
+    state = hybrid.view.history.live.state
+    for width, height in ((100, 6), (100, 30), (40, 30)):
+        picture = texts(BlockTable().picture(hybrid.view, width, height).rows)
+        assert all(len(row) == width for row in picture) and len(picture) <= height
+        found: dict[str, dict[int, int]] = {"full": {}, "window 12": {}, "state": {}}
+        columns: list[tuple[int, int]] = []  # (end of a logical number, the number)
+        for row in picture[1:]:
+            name = next((name for name in found if row.startswith(name)), "")
+            numbers = [(number.end(), int(number[0])) for number in re.finditer(r"\d+", row[len("window 12 ") :])]
+            if not name and "/" not in row and "×" not in row:
+                columns = numbers
+            elif name:
+                found[name] |= {dict(columns)[end]: page for end, page in numbers}
+        assert found["full"] == dict(enumerate(request.table))
+        windows, states = state.groups
+        for pool, held, name in zip((windows, states), request.side, ("window 12", "state"), strict=True):
+            expected = {i: pool.kept[block] for i, block in enumerate(request.table) if block in pool.kept}
+            expected |= {len(request.table) - 1: held[OWN]} if OWN in held else {}
+            expected |= {place: page for place, page in held.items() if place >= 0}
+            assert found[name] == expected and len(expected) > 2
+
+
+def test_the_block_table_of_a_finished_request_has_what_the_tree_keeps() -> None:
+    hybrid = Hybrid(STATES)
+    hybrid.ask([*SHARED, 41, 42, 43, 44, 45])
+    kept = hybrid.view.history.live.state.groups[0].kept
+    picture = texts(BlockTable().picture(hybrid.view, 120, 8).rows)
+    [row] = [row for row in picture if row.startswith("state")]
+    assert [int(n) for n in re.findall(r"\d+", row)] == [kept[block] for block in sorted(kept)] and len(kept) > 2
+
+
+def test_the_origin_of_a_prompt_is_shown_for_each_group() -> None:
+    view = two_prompts().view
+    for height, first in ((6, 2), (4, 0)):
+        rows = texts(PromptOrigin().picture(view, 60, height).rows)
+        assert rows[first].startswith("full ") and rows[first].endswith(" 40")
+        assert rows[first + 1].startswith("state ") and rows[first + 1].endswith(" 32")
+        full, state = (row.count(glyphs().busy) for row in rows[first : first + 2])
+        assert round(state * 40 / 32) in (full, full + 1) and full > state
+        assert "8 tokens" in " ".join(rows[first + 2 :]) and re.search(r"again, [\d.]+ ms", " ".join(rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from minitui.text import match_reason
 from minitui.viewmodel.history.history import History
 from minitui.viewmodel.history.lane import PREFILLING, Lane
+from minitui.viewmodel.state.side_groups import FULL
 
 CUT = ("window", "state")  # `stop` of the matches that a side group cut
 
@@ -19,6 +20,15 @@ def again_ms(history: History, lane: Lane | None, at: int, cached: int) -> float
     tokens = sum(chunk[2] for step in steps for chunk in history.steps.chunks(step)) if None not in took else 0
     total = sum(ms for ms in took if ms is not None)
     return total * (at - cached) / tokens if tokens and total == total else None  # NaN: the time of a step is unknown
+
+
+def served(names: list[str], lane: Lane) -> list[tuple[str, int, bool]]:
+    """Returns (group, tokens, exact) of a hit that a side group cut: how many tokens each group has for the prompt.
+    Not exact: the group has at least these. `names`: of the side groups. Empty for other hits."""
+    if lane.stop not in CUT:
+        return []
+    cutter = lane.stop_detail.partition("cut by ")[2]
+    return [(FULL, lane.stop_at, True), *((name, lane.cached_tokens, name == cutter) for name in names)]
 
 
 def why_ended(history: History, lane: Lane | None, stop: str, at: int, cached: int, detail: str = "") -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from engine.trace.state import State
 from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from engine.trace.waste import WasteFigures
-from minitui.text import count, short
+from minitui.text import count, duration, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run, Runs, wrapped
-from minitui.viewmodel.explain.cut_hits import why_ended
+from minitui.viewmodel.explain.cut_hits import again_ms, served, why_ended
 from minitui.viewmodel.state.annotated_state import STATE_NAMES, AnnotatedState
 from minitui.viewmodel.state.side_groups import Strip, strips
 from minitui.viewmodel.view import View
@@ -45,7 +45,28 @@ class PromptOrigin(LinePanel, can_focus=False):
         if lane.stop:
             why = why_ended(view.history, lane, lane.stop, lane.stop_at, cached, lane.stop_detail)
             rows += wrapped(why, "dim", width)
+            names = [pool.group.name for pool in view.moment.shown.state.groups]
+            if groups := _served_rows(served(names, lane), prompt, width):
+                if len(rows) + len(groups) <= height:
+                    rows[2:2] = groups
+                elif len(groups) + 2 <= height:  # the bars have the numbers of the sentence
+                    again = again_ms(view.history, lane, lane.stop_at, cached)
+                    took = "" if again is None else f", {duration(again)}"
+                    last = f"{count(lane.stop_at - cached, 'token')} computed again{took}"
+                    rows = [*groups, words.done(width), Row(last, "dim").done(width)]
         return Picture(rows[:height])
+
+
+def _served_rows(found: list[tuple[str, int, bool]], prompt: int, width: int) -> list[Runs]:
+    """Returns a bar for each group of a hit that a side group cut: the tokens of the prompt that it has."""
+    names, digits = max((len(name) for name, *_ in found), default=0), len(f"{prompt:,}") + 2
+    room, g = max(4, width - names - digits - 2), glyphs()
+    rows = []
+    for name, tokens, exact in found:
+        row = Row(name.ljust(names + 1), "dim").add(g.busy * round(tokens * room / prompt), "hit")
+        row.to(names + 1 + room, g.unused, "faint")
+        rows.append(row.right(f"{'' if exact else '>='}{tokens:,}", width, "ink").done(width))
+    return rows
 
 
 ORDER = (ACTIVE, SHARED, CACHED, FREE)

@@ -5,15 +5,18 @@ This is paging: the positions of a request are consecutive, but its blocks can b
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from textual.binding import Binding
 
+from engine.trace.side_pool import OWN
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import LIT, owner_style
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, Thing, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clip, fitting, legend, wrapped
+from minitui.viewmodel.state.side_groups import FULL
 from minitui.viewmodel.view import View
 
 CHIP = 6  # the fewest cells of a chip; long block numbers need more
@@ -29,7 +32,9 @@ class BlockTable(LinePanel):
     help_text = paragraphs("""\
 Paging. A request numbers its tokens 0, 1, 2, …; with blocks of 16 tokens, tokens 0 to 15 are its logical block 0, and
 so on. The table shows, under each logical block, the physical block that stores it. A request can use any free block,
-so free blocks need not lie side by side. ×4: four requests have this block in their tables and read it.""")
+so free blocks need not lie side by side. ×4: four requests have this block in their tables and read it. A model with
+several kinds of memory has a row for each: the page of a window, the slot with the state after a block's last token.
+The last block has the slot of the newest state.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1)", "block before", show=False, id="table.left"),
         Binding("right", "move(1)", "block after", show=False, id="table.right"),
@@ -68,12 +73,13 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
         elif view.selection.kind == "request" and lane is not None:
             note = [("selected", "accent")]
         self._heading = len(head)
-        rows = [*head, *self._chips(view, request.table, computed, size, width, height - len(head))]
+        rows = [*head, *self._chips(view, request.table, computed, size, width, height - len(head), side=request.side)]
         key = legend(
             ("number", "on-fill on shared", f"held by {glyphs().times}n"),
             ("number", "on-fill on active", "private"),
+            ("number", "on-fill on cached", "only in the tree") if request.side else
             (f"n/{size}", "ink", "tokens in the last block"),
-        )
+        )  # fmt: skip
         return Picture(rows, title=title, note=note, legend=key)
 
     def _label(self, view: View, id: int, group: str) -> Row:
@@ -108,24 +114,33 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
 
     def _chips(
         self, view: View, table: list[int], computed: int, size: int, width: int, height: int,
-        fates: list[str] | None = None,
+        fates: list[str] | None = None, side: Sequence[Mapping[int, int]] = (),
     ) -> list[Runs]:  # fmt: skip
-        """Returns lines of chips. `fates`: AnnotatedState.fate of each block, for a finished request.
+        """Returns lines of chips. `fates`: AnnotatedState.fate of each block, for a finished request. `side`: of a
+        request, its pages in the side groups.
 
         A chip takes as many lines as fit: three (logical number, physical block, holders), two (physical block,
         holders) or one (physical block). With two lines or one, the first chip's logical number is before the chips.
+        With side groups, a chip has a line more for each of them, their names are before the chips, and the line of
+        holders is left out first.
         """
         if height < 1:
             return []
+        pools = view.moment.shown.state.groups
+        names = [FULL, *(pool.group.name for pool in pools)] if pools else []
         chip = max(CHIP, len(str(view.moment.shown.state.num_blocks - 1)) + 2)
-        lead = len(str(len(table) - 1)) + 2  # "12→ "
+        lead = max(map(len, names)) + 1 if names else len(str(len(table) - 1)) + 2  # "12→ "
+        whole = 3 + len(pools)
         across, short = max(1, width // chip), max(1, (width - lead) // chip)
-        chip_lines = min(height, 3)
-        if -(-len(table) // across) * 3 > height and -(-len(table) // short) * 2 <= height:
-            chip_lines = 2
-        left = 0 if chip_lines == 3 else lead
+        across = short if names else across
+        chip_lines = min(height, whole)
+        if -(-len(table) // across) * whole > height and -(-len(table) // short) * (whole - 1) <= height:
+            chip_lines = whole - 1
+        left = lead if names or chip_lines < whole else 0
         if left:
             across = short
+        with_logical = chip_lines >= (whole - 1 if names else whole)
+        with_holders = chip_lines == whole or (not names and chip_lines == 2)
         rows: list[Runs] = []
         whole = 3 - (-len(table) // across) * 3  # with the heading and the frame
         self.wanted = whole if view.moment.still else max(whole, self.wanted)  # the panels do not move to and fro
@@ -134,8 +149,11 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
         items = _with_ends(len(table), max(1, height // chip_lines) * across, across, at)
         for start in range(0, len(items), across):
             logical, chips, holders = Row(), Row(), Row()
+            below = [Row(name, "dim") for name in names[1:]]
             lines = range(len(rows), len(rows) + chip_lines)
-            if left and items[start] >= 0:
+            if names:
+                chips.add(names[0], "dim")
+            elif left and items[start] >= 0:
                 chips.add(f"{items[start]}{glyphs().arrow}".rjust(left - 1), "dim")
             for column, index in enumerate(items[start : start + across]):
                 at = left + column * chip
@@ -162,10 +180,20 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
                     holders.to(at).add(f"{filled}/{size}".rjust(chip - 2), "ink")
                 elif held > (fates is None):
                     holders.to(at).add(f"{glyphs().times}{held}".rjust(chip - 2), "pool")
-            if chip_lines == 3:
-                rows.append(logical.done(width))
-            rows.append(chips.done(width))
-            if chip_lines == 3 or (chip_lines == 2 and holders.width):
+                in_tree = fates is None or fates[index] in ("cached", "held")
+                for i, (pool, row) in enumerate(zip(pools, below, strict=True)):
+                    page = side[i].get(index) if side else None
+                    if page is None and side and index == len(table) - 1:
+                        page = side[i].get(OWN)
+                    if page is None and in_tree:
+                        page = pool.kept.get(block)
+                    if page is not None:
+                        users = min(2, pool.holders[page])
+                        look = f"on-fill on {('cached', 'active', 'shared')[users]}"
+                        row.to(at).add(f"{page} ".rjust(chip - 1), look)
+            rows += [logical.done(width)] if with_logical else []
+            rows += [row.done(width) for row in [chips, *below][: chip_lines - with_logical - with_holders]]
+            if with_holders and (chip_lines == whole or holders.width):
                 rows.append(holders.done(width))
         return rows[:height]
 
