@@ -18,7 +18,7 @@ from minitui.tui.panels import ALONE, IN_ORDER, PANELS, Room
 from minitui.tui.replay_app import ReplayApp
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.theme import COLOURS, STATES, owner_style
-from minitui.tui.widgets.inspect.block_colours import by_age, by_owner, by_refs
+from minitui.tui.widgets.inspect.block_colours import SIGNED, by_age, by_owner, by_refs
 from minitui.tui.widgets.inspect.block_map import BlockMap, blocks_to_show, grid
 from minitui.tui.widgets.inspect.block_table import BlockTable
 from minitui.tui.widgets.inspect.details import story_lines
@@ -196,6 +196,26 @@ def test_the_largest_owners_are_solid_fills_with_a_letter_only_under_the_cursor(
     letter = by_owner(view).looks[by_owner(view).codes[own]][0]
     rows = panel.picture(view, 100, 20).rows
     assert any(text.strip() == letter and style.endswith("on ink") for row in rows for text, style in row)
+
+
+def test_a_ninth_chat_has_its_letter_in_every_cell_because_it_shares_a_colour() -> None:
+    _, view = stress_view(CLASSROOM, 3.0, 30)
+    tables: dict[str, list[int]] = {}
+    for request in view.moment.shown.state.requests.values():
+        tables.setdefault(request.group, []).extend(request.table)
+    first, ninth, *_ = sorted(tables, key=lambda group: -len(tables[group]))
+    view.texts.group_names = {first: "#1 one", ninth: "#9 nine"}
+    layer = by_owner(view)
+    looks = [layer.looks[layer.codes[tables[group][-1]]] for group in (first, ninth)]
+    assert looks == [("1", "on-fill on owner-0"), ("9", f"{SIGNED} on owner-0")] and owner_style(8) == "owner-0"
+    panel = BlockMap()
+    panel.mode = "owner"
+    drawn = {run for row in panel.picture(view, 100, 40).rows[3:] for run in row}
+    assert {text.strip() for text, style in drawn if style == looks[0][1]} == {""}
+    letters = {text.strip() for text, style in drawn if style == looks[1][1]}
+    assert "9" in letters and "" not in letters
+    halves = {style for row in panel.picture(view, 40, 8).rows[3:] for _, style in row}
+    assert panel.grid.halves == 2 and any("owner-none" in style for style in halves), "half cells have no letters"
 
 
 def test_ages_and_users_are_shades_of_the_state() -> None:

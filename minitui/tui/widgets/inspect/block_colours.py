@@ -18,6 +18,7 @@ from minitui.viewmodel.view import View
 FILLING = 4  # code of an active block with free places for tokens; the other codes are in engine.trace.views
 AGES = (1.0, 5.0, 15.0, 60.0, 300.0)  # limits in seconds; a block's digit is the number of limits below its age
 DIGITS = "0123456789"
+SIGNED = "bold on-fill"  # the style of a letter that every cell of an owner has
 
 
 @dataclass(slots=True)
@@ -60,11 +61,12 @@ def by_owner(view: View) -> Layer:
     looks = [free, cached, shared]
     letters = [_letter(view.texts.group_name(group), i) for group, i in groups.items()]
     held = np.bincount(owner[owner >= 0], minlength=len(groups))
-    largest = set(np.argsort(-held, kind="stable")[:OWNER_COLOURS].tolist())
-    fills = [
-        f"on-fill on {owner_style(view.texts.colour(group)) if group and i in largest else 'owner-none'}"
-        for group, i in groups.items()
-    ]
+    fills, taken, names = ["on-fill on owner-none"] * len(groups), set(), list(groups)
+    for i in np.argsort(-held, kind="stable")[:OWNER_COLOURS].tolist():
+        if names[i]:
+            colour = owner_style(view.texts.colour(names[i]))
+            fills[i] = f"{SIGNED if colour in taken else 'on-fill'} on {colour}"  # chats 1 and 9 have one colour
+            taken.add(colour)
     looks += list(zip(letters, fills, strict=True))
     codes = np.where(owner >= 0, owner + 3, np.where(owner == -2, 2, np.where(shown.node_of > 0, 1, 0)))
     legend = [_entry(*shared, "several"), _entry(*cached, "cached"), _free()]

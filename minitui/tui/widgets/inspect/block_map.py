@@ -20,7 +20,7 @@ from minitui.tui.glyphs import ASCII, glyphs
 from minitui.tui.theme import LIT
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, Thing, paragraphs, selected
 from minitui.tui.widgets.chat import occupancy
-from minitui.tui.widgets.inspect.block_colours import COLOURINGS, Layer, lay_out, with_filling
+from minitui.tui.widgets.inspect.block_colours import COLOURINGS, SIGNED, Layer, lay_out, with_filling
 from minitui.tui.widgets.rows import Line, Row, Run, Runs, runs_width
 from minitui.viewmodel.board import KeyRead
 from minitui.viewmodel.state.annotated_state import AnnotatedState
@@ -365,8 +365,8 @@ def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int, 
         glyph, style = looks[value >> 4]
         glow = (value >> 1) & 3
         solid = style == "active"  # the glyph fills the cell
-        if glow != 3 and " owner-" in style and plain_fills():
-            glyph = " "  # the letter of an owner is only under the cursor
+        if glow != 3 and style.startswith("on-fill on owner-") and plain_fills():
+            glyph = " "  # the letter of most owners is only under the cursor
         if glow == 3:
             glyph = glyphs().finished if solid else glyph
             style, solid = f"{style.split()[-1]} on ink", False
@@ -429,7 +429,8 @@ def _fill(value: int, looks: list[tuple[str, str]]) -> str:
     """Returns the colour of a half block; empty: the ground, for a free block and where no block is."""
     if value < 0:
         return ""
-    fill, glow = looks[value >> 4][1].split()[-1], (value >> 1) & 3
+    style, glow = looks[value >> 4][1], (value >> 1) & 3
+    fill = "owner-none" if style.startswith(f"{SIGNED} on owner-") else style.split()[-1]  # half cells have no letters
     if glow == 3:
         return "ink"
     if value & 8:
