@@ -22,10 +22,11 @@ from engine.process.commands import Command
 from engine.process.heartbeat import IDLE, Heart
 from engine.process.writer import Writer
 from engine.text.output import Delta, OutputProcessor
+from engine.trace.records import Record
 
 logger = logging.getLogger("engine")
 
-FLUSH_S = 0.004  # the longest delay of text and records
+FLUSH_S = 0.004  # the longest delay of records; without overlap, also of text
 COMPILERS = 2  # grammars that are compiled at once
 MAX_SENTENCE = 1000  # longest text of a refusal, in characters
 
@@ -67,6 +68,8 @@ class EngineLoop:
                         return self._successor
                 elif time.perf_counter() >= self._next_flush:
                     self._flush()
+                elif engine.delay and self.writer.idle:  # the device computes meanwhile: sending delays no step
+                    self._send_text([])
 
     def _wait_for_slow_motion(self, seconds: float) -> bool:
         """Wait for `seconds`, the delay of slow motion; send and run commands meanwhile. A change of pace or gate ends
@@ -256,9 +259,12 @@ class EngineLoop:
             delta.request_id = tag  # the client identifies streams by tag
             self._deltas.append(delta.packed())
 
-    def _flush(self) -> None:
-        self.writer.send_news(self._deltas, self.engine.log.drain())
+    def _send_text(self, records: list[Record]) -> None:
+        self.writer.send_news(self._deltas, records)
         self._deltas = []
+
+    def _flush(self) -> None:
+        self._send_text(self.engine.log.drain())
         self._next_flush = time.perf_counter() + FLUSH_S
 
 

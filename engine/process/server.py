@@ -27,7 +27,7 @@ from engine.errors import EngineError, loses_device
 from engine.process.commands import Command
 from engine.process.heartbeat import Heart
 from engine.process.loop import EngineLoop, check_config
-from engine.process.startup import import_torch, log_to_stderr
+from engine.process.startup import fewer_collections, import_torch, log_to_stderr
 from engine.process.writer import EXIT_GRACE_S, Writer
 from engine.worker.cpu.cores import leave_a_core
 
@@ -54,6 +54,7 @@ def _read(connection: Connection, commands: queue.SimpleQueue[Command]) -> None:
 def main(fd: int) -> int:
     """Serve the client at the other end of socket `fd`; its first command is "start". Returns the exit status."""
     log_to_stderr()
+    fewer_collections()
     watch_stops()
     connection = Connection(fd)
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()

@@ -6,6 +6,8 @@ import gc
 import logging
 import sys
 
+COLLECT_AFTER = 20_000  # more objects made than freed; Python's default of 700 is reached in every step
+
 
 def log_to_stderr() -> None:
     """Write log messages to stderr, which the client directs to a file."""
@@ -26,3 +28,11 @@ def import_torch() -> None:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def fewer_collections() -> None:
+    """Collect garbage less often.
+
+    In a server of 256 streams, collections of young objects took 4 % of the time (Qwen3-8B on an H200).
+    """
+    gc.set_threshold(COLLECT_AFTER, 20, 20)

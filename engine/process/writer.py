@@ -31,10 +31,16 @@ class Writer:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._sending = False
         self._unsent_records = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        """True if all messages are sent: the next one is sent at once."""
+        return not self._sending and self._queue.empty()
 
     def send(self, *message: Any) -> None:
         self._queue.put(message)
@@ -61,11 +67,13 @@ class Writer:
 
     def _run(self) -> None:
         while (message := self._queue.get()) is not None:
+            self._sending = True
             with contextlib.suppress(OSError):  # the client has ended: the reader thread ends this process
                 self._connection.send_bytes(_packed(message))
             if message[0] == "news":
                 with self._lock:
                     self._unsent_records -= len(message[2])
+            self._sending = False
 
 
 def _packed(message: Message) -> bytes:

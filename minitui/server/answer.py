@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import re
 import time
@@ -20,7 +21,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from engine.core.step import TokenLogprobs
-from engine.errors import EngineDead, InvalidRequest
+from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
 from engine.process.stream import Merged, Stream
 from engine.text.output import Delta
@@ -55,6 +56,10 @@ class Output:
         self.metrics = part.metrics or self.metrics
 
 
+class TookTooLong(EngineError):
+    """The reply has reached `request_s` (settings.py)."""
+
+
 Part = tuple[int, Output]  # (index of the sequence, its next part)
 
 
@@ -73,6 +78,7 @@ class Answer:
         self._places.enter_context(service.admit(sequences))
         self._merged: Merged[Output] | None = None  # of several sequences
         self._deadline = asyncio.get_running_loop().time() + service.settings.request_s
+        self._timer: asyncio.TimerHandle | None = None  # one for the answer: one for each part costs more than the part
         self._params = SamplingParams()
         self._owner = ""  # the API key of the request
         self._constraint = ""  # the field that constrains the reply
@@ -160,13 +166,24 @@ class Answer:
 
     def close(self) -> None:
         """End the unfinished sequences and free their places in the queue. Repeated calls are allowed."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._merged is not None:
             self._merged.cancel()
+        self._cancel_streams()
+        self._places.close()
+
+    def _cancel_streams(self) -> None:
         for stream in self.streams:
             if not stream.finish_reason:
                 with contextlib.suppress(EngineDead):
                     stream.cancel()
-        self._places.close()
+
+    def _time_out(self) -> None:
+        """End the sequences with an error, because the reply has reached the server's limit of time."""
+        self._cancel_streams()
+        for stream in self.streams:
+            stream.put(TookTooLong())
 
     async def _all_outputs(self) -> list[Output]:
         outputs = [Output() for _ in self.streams]
@@ -175,15 +192,16 @@ class Answer:
         return outputs
 
     async def _all_events(self) -> AsyncIterator[bytes]:
+        """Yields what is sent next: the events of each part are sent together."""
         outputs = [Output() for _ in self.streams]
-        for frame in self.opening():
-            yield frame
+        if opening := b"".join(self.opening()):
+            yield opening
         async for index, part in self._parts():
             outputs[index].add(part)
-            for frame in self.events(index, part, outputs):
-                yield frame
-        for frame in self.closing(outputs):
-            yield frame
+            if events := b"".join(self.events(index, part, outputs)):
+                yield events
+        if closing := b"".join(self.closing(outputs)):
+            yield closing
 
     # ---- reading the sequences
 
@@ -191,29 +209,25 @@ class Answer:
         """Yields parts until all sequences have ended. Raises the error of a sequence that failed."""
         if len(self.streams) > 1:
             self._merged = Merged([_read(stream) for stream in self.streams])
-        source = self._merged or self._read_one()
-        while True:
-            try:
-                async with asyncio.timeout_at(self._deadline):
-                    index, part = await anext(source)
-            except StopAsyncIteration:
-                self._measure()
-                return
-            except EngineDead:
-                self.service.check_ready()  # raises a more precise error if the server is stopping
-                raise
-            except TimeoutError:
-                limit = self.service.settings.request_s
-                sentence = f"the reply took longer than {limit:g} s, this server's limit"
-                raise ApiError(504, sentence, code="timeout") from None
-            self.service.metrics.generated.add(len(part.ids))
-            if part.finish_reason.startswith(f"error: {CANNOT_CONTINUE}"):
-                raise ApiError(400, part.finish_reason[7:], self._constraint)
-            if part.finish_reason.startswith("error"):
-                raise ApiError(500, f"the engine could not finish this request: {part.finish_reason[7:]}")
-            if part.finish_reason == "abort" and not self.cancellable:
-                raise ApiError(503, "the operator ended this reply", code="aborted")
-            yield index, part
+        self._timer = asyncio.get_running_loop().call_at(self._deadline, self._time_out)
+        try:
+            async for index, part in self._merged or self._read_one():
+                self.service.metrics.generated.add(len(part.ids))
+                if part.finish_reason.startswith(f"error: {CANNOT_CONTINUE}"):
+                    raise ApiError(400, part.finish_reason[7:], self._constraint)
+                if part.finish_reason.startswith("error"):
+                    raise ApiError(500, f"the engine could not finish this request: {part.finish_reason[7:]}")
+                if part.finish_reason == "abort" and not self.cancellable:
+                    raise ApiError(503, "the operator ended this reply", code="aborted")
+                yield index, part
+        except EngineDead:
+            self.service.check_ready()  # raises a more precise error if the server is stopping
+            raise
+        except TookTooLong:
+            limit = self.service.settings.request_s
+            sentence = f"the reply took longer than {limit:g} s, this server's limit"
+            raise ApiError(504, sentence, code="timeout") from None
+        self._measure()
 
     def _measure(self) -> None:
         samples = self._params.n
@@ -250,6 +264,10 @@ class OpenAIAnswer(Answer):
         super().__init__(service, self.samples * prompts, bool(body.stream))
         self.tokenizer = service.tokenizer
         self._options = body.stream_options or StreamOptions()
+        # True: all events but the last have only text.
+        self.only_text = (body.logprobs is None or body.logprobs is False) and not (
+            body.return_token_ids or self._options.continuous_usage_stats
+        )
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
 
     def last_tokens(self, body: Sampled, max_tokens: int | None) -> int | None:
@@ -286,6 +304,18 @@ class OpenAIAnswer(Answer):
         body = {**self._head, "object": self.chunk_object, "choices": choices, **more}
         usage = self._options.continuous_usage_stats and outputs is not None
         return event({**body, "usage": self.usage(outputs)} if usage and outputs is not None else body)
+
+    @functools.cached_property
+    def _before_choices(self) -> bytes:
+        return event({**self._head, "object": self.chunk_object, "choices": []}).removesuffix(b"]}\n\n")
+
+    def text_chunk(self, index: int, field: str) -> bytes:
+        """Returns the event of a choice that only has new text. `field`: this part of the choice, as JSON.
+
+        Equal to `chunk`, in a tenth of its time: most events differ in their text only.
+        """
+        choice = f'{{"index":{index},{field},"logprobs":null,"finish_reason":null}}]}}\n\n'
+        return self._before_choices + choice.encode("ascii")
 
     def closing(self, outputs: list[Output]) -> Iterator[bytes]:
         if self._options.include_usage:

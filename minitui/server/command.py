@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from typing import Any, cast
 
 from engine.config import EngineConfig
 from engine.errors import EngineError, not_installed
+from engine.process.startup import fewer_collections
 from minitui.server.settings import Role, ServerSettings
 
 try:
@@ -151,6 +153,7 @@ def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | N
     """Run `minitui serve`; returns the exit code. Raises EngineError if it cannot serve."""
     import logging
 
+    fewer_collections()
     sys.setswitchinterval(0.001)  # a thread that encodes a long prompt yields to the event loop after 1 ms
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # warnings about invalid requests could fill the log
@@ -162,6 +165,9 @@ def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | N
             loop.add_signal_handler(number, host.stop)
 
         def ready() -> None:
+            # Full collections of the objects that stay took 100 ms each. With 256 streams, the 99th percentile of the
+            # gaps between chunks was 135 ms with them and 46 without (Qwen3-8B on an H200).
+            gc.freeze()
             header, variable = (" -H 'Authorization: Bearer KEY'", "MINITUI_KEY=KEY ") if settings.keys else ("", "")
             print(f"{host.service.model} is served at {url}", file=out, flush=True)
             print(f"  curl {url}/v1/chat/completions{header} -d '{EXAMPLE}'", file=out, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -19,12 +20,13 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": \n\n"
+as_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # json.dumps makes an encoder for each call
 
 
 def event(value: Any, name: str = "") -> bytes:
     """Returns one event, with `value` as JSON. `name`: the event's type; may be empty."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(value, separators=(',', ':'), allow_nan=False)}\n\n".encode("ascii")
+    return f"{head}data: {as_json(value)}\n\n".encode("ascii")
 
 
 def failure(error: ApiError) -> bytes:
@@ -48,6 +50,7 @@ class EventStream(Response):
         self.frames = frames
         self.on_end, self.on_error = on_end, on_error
         self.stalled_s = stalled_s
+        self._sending_since = math.inf  # on the loop's clock; inf: no frame is being sent
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
@@ -55,10 +58,19 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
         watching = asyncio.ensure_future(_disconnected(receive))
+        clock = asyncio.get_running_loop().time
+        left = self.stalled_s
         try:
-            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+            # One timer for a stream, not one for each frame: a timer costs more than the rest of a frame.
+            while left > 0:
+                await asyncio.wait({sending, watching}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if sending.done() or watching.done():
+                    break
+                left = self.stalled_s - max(0.0, clock() - self._sending_since)
             if sending.done():
                 sending.result()
+            elif left <= 0:
+                logger.info("a caller read nothing for %g s, so its stream was ended", self.stalled_s)
         finally:
             for task in (sending, watching):
                 task.cancel()
@@ -68,19 +80,19 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        clock = asyncio.get_running_loop().time
+
+        async def put(frame: bytes, more: bool = True) -> None:
+            self._sending_since = clock()
+            await send({"type": "http.response.body", "body": frame, "more_body": more})
+            self._sending_since = math.inf
+
         try:
             async for frame in self.frames:
-                await self._put(send, frame, True)
-        except TimeoutError:
-            logger.info("a caller read nothing for %g s, so its stream was ended", self.stalled_s)
-            return
+                await put(frame)
         except Exception as error:
-            await self._put(send, self.on_error(as_api_error(error)), True)
-        await self._put(send, b"", False)
-
-    async def _put(self, send: Send, frame: bytes, more: bool) -> None:
-        async with asyncio.timeout(self.stalled_s):
-            await send({"type": "http.response.body", "body": frame, "more_body": more})
+            await put(self.on_error(as_api_error(error)))
+        await put(b"", False)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -149,6 +149,26 @@ def test_slow_motion_stretches_a_step_in_proportion_to_its_real_duration() -> No
     assert engine.gate.stretch_s == 0
 
 
+@pytest.mark.parametrize(("overlap", "idle"), [(True, True), (True, False), (False, True)])
+def test_text_is_sent_at_each_step_if_that_delays_none(overlap: bool, idle: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr("engine.process.loop.FLUSH_S", 3600.0)
+    commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    messages: list[int] = []  # the number of deltas in each
+
+    def send_news(deltas: list[Any], records: list[Record]) -> None:
+        if deltas:
+            messages.append(len(deltas))
+        if any(delta[3:] for delta in deltas if delta[3:4] == ("length",)):
+            commands.put(("close", 0, (), None))
+
+    engine = make_engine(overlap=overlap)
+    commands.put(("submit", 1, ([1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True), "", 0, 0, ""), None))
+    built, heart = SimpleNamespace(engine=engine, tokenizer=None), SimpleNamespace(begin=lambda task: None)
+    writer = SimpleNamespace(send=lambda *message: None, send_news=send_news, idle=idle)
+    EngineLoop(built, commands, writer, heart).run()  # type: ignore[arg-type]
+    assert sum(messages) == 12 and (len(messages) > 9) == (overlap and idle)
+
+
 def test_in_slow_motion_the_engine_sends_during_the_delay_and_no_step_takes_longer_for_it() -> None:
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
     records: list[Record] = []

@@ -188,6 +188,23 @@ def test_texts_go_on_as_they_stand_whole_and_streamed(client: Any) -> None:
     assert echoed.choices[0].text == TEXT + several.choices[0].text
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"), [("chat/completions", {"messages": QUESTION}), ("completions", {"prompt": TEXT})]
+)
+def test_events_that_only_have_text_are_made_like_all_others(server: Running, path: str, asked: Any) -> None:
+    body = {"model": "tutor", "max_tokens": 12, "temperature": 0, "n": 2, "stream": True, **asked}
+    streams = []
+    for more in ({}, {"return_token_ids": True}):  # with token ids, each event is made as a whole
+        lines = server.post(f"/v1/{path}", body | more).text.split("\n\n")
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        texts = {0: "", 1: ""}
+        for choice in (chunk["choices"][0] for chunk in chunks):
+            texts[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+        fields = {name: type(value) for name, value in chunks[3].items()}
+        streams.append((texts, fields, {*chunks[3]["choices"][0]} - {"token_ids"}))
+    assert streams[0] == streams[1] and len(streams[0][0][0]) > 10
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_end_token_has_no_logprobs(client: Any, stream: bool) -> None:
     answer = client.completions.create(

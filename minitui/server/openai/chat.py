@@ -23,6 +23,7 @@ from minitui.server.openai.prompts import conversation
 from minitui.server.openai.reply_parser import THINK, ForcedCallParser, Parts, ReplyParser
 from minitui.server.openai.reply_schema import OpenAIResponse
 from minitui.server.service import Service
+from minitui.server.sse import as_json
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -108,6 +109,10 @@ class ChatAnswer(OpenAIAnswer):
     def events(self, index: int, part: Output, outputs: list[Output]) -> Iterator[bytes]:
         choice = self.choices[index]
         choice.take(part.text, part.finish_reason)
+        if self.only_text and not part.finish_reason:
+            for change in choice.changes():
+                yield self.text_chunk(index, f'"delta":{as_json(change)}')
+            return
         logprobs = self._logprobs(part)
         once: dict[str, Any] = {"logprobs": logprobs, **self.token_ids(self.body, part)}  # in the first of the events
         changes = choice.changes()

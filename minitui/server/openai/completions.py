@@ -28,7 +28,7 @@ from minitui.server.openai.prompts import encode
 from minitui.server.openai.reply_schema import Generated, OpenAIResponse
 from minitui.server.openai.text_schema import CompletionRequest, GenerateRequest
 from minitui.server.service import Service
-from minitui.server.sse import event
+from minitui.server.sse import as_json, event
 
 
 def router(service: Service) -> APIRouter:
@@ -153,6 +153,10 @@ class CompletionAnswer(OpenAIAnswer):
                 if self.body.return_token_ids:
                     choice["prompt_token_ids"] = self.prompts[index // self.samples]
                 yield self.chunk([choice], outputs)
+        if self.only_text and not part.finish_reason:
+            if part.text:
+                yield self.text_chunk(index, f'"text":{as_json(part.text)}')
+            return
         logprobs = self._logprobs(index, part)
         more = self.token_ids(self.body, part)
         if part.text or part.finish_reason or (logprobs and logprobs["tokens"]) or more.get("token_ids"):
@@ -162,7 +166,7 @@ class CompletionAnswer(OpenAIAnswer):
             yield self.chunk([{**choice, **more}], outputs)
 
     def _choice(self, index: int, text: str, finish_reason: str | None, logprobs: Any) -> dict[str, Any]:
-        return {"index": index, "text": text, "finish_reason": finish_reason, "logprobs": logprobs}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _logprobs(self, index: int, part: Output) -> dict[str, Any] | None:
         if self.body.logprobs is None:
