@@ -99,7 +99,7 @@ def build_engine(
             max_model_len=limits.max_model_len, chunked_prefill=config.enable_chunked_prefill,
             policy=config.scheduling_policy, max_waiting=max_waiting,
             speculative_tokens=config.speculative_tokens if config.speculation != "off" else 0,
-            checkpoint_interval=config.checkpoint_interval,
+            checkpoint_interval=config.checkpoint_interval, max_gap_ms=config.max_gap_ms,
         ),
         overlap=overlap, prefix_caching=config.enable_prefix_caching, eviction_policy=config.eviction_policy,
         eos_ids=ends,

@@ -60,6 +60,9 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV cache
     max_num_seqs: int | None = None  # requests that run at the same time; None: 64 on a CPU, 256 on a GPU
     max_num_batched_tokens: int | None = None  # token budget of a step; None: 512 on a CPU, 8192 on a GPU
+    # Target for the time between two tokens of a reply, in ms: while replies run, prompts get as many tokens as fit
+    # into it, as measured (engine/core/gap_target.py). None: the whole budget.
+    max_gap_ms: float | None = None
     max_model_len: int | None = None  # tokens of prompt and reply together; None: the model's context
     kv_cache_dtype: str = "auto"  # fp8: 8-bit keys and values (engine/attention/kv_fp8.py); auto: the same as `dtype`
     dummy_weights: bool = False  # random weights; only config.json of the checkpoint is read
@@ -102,6 +105,9 @@ class EngineConfig:
             raise EngineError(f"seed is {self.seed!r}: it must be a whole number that fits in a signed 64-bit integer")
         if not isinstance(self.hf_overrides, dict | None):
             raise EngineError(f"hf_overrides is {self.hf_overrides!r:.80}: it must be a dict of values for config.json")
+        gap = self.max_gap_ms
+        if gap is not None and not (isinstance(gap, int | float) and 0 < gap <= 1e6):
+            raise EngineError(f"max_gap_ms is {gap!r}: it must be a number of milliseconds above 0")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise EngineError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}: it must be above 0 and at most 1"

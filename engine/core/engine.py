@@ -186,6 +186,8 @@ class Engine:
         self.clock.arrive(times, result)
         emitted = self.committer.commit(scheduled, result)
         wall_s = self.clock.record(times, plan, result, emitted)
+        if self.scheduler.gaps is not None:
+            self.scheduler.gaps.measured(plan.num_decoding, int(plan.q_lens[plan.num_decoding :].sum()), wall_s)
         if result.expert_load is not None:
             self.log.append("experts", plan.step, result.expert_load)
         self.gate.committed(wall_s)
@@ -231,7 +233,7 @@ class Engine:
             "step": scheduler.step,
             "num_blocks": self.cache.allocator.num_blocks,
             "block_size": self.cache.block_size,
-            "budget": scheduler.config.max_num_batched_tokens,
+            "budget": scheduler.budget,
             "max_num_seqs": scheduler.config.max_num_seqs,
             "eviction_policy": self.cache.eviction_policy,
             "gate": self.gate.state,

@@ -1,7 +1,9 @@
 """Stage 2, schedule: chooses the requests of each step, and how many tokens of each request are computed.
 
 Every step has a token budget. Running requests decode one token each; the rest of the budget is used for chunks of
-prompts, in the same forward pass (Sarathi-Serve, Agrawal et al. 2024). By default, requests are admitted in the order
+prompts, in the same forward pass (Sarathi-Serve, Agrawal et al. 2024). With a target for the gaps between tokens, the
+budget is smaller while replies run (engine/core/gap_target.py). A long prompt leaves half of the rest to much shorter
+ones that came after it, so it neither stops them nor is stopped by them. By default, requests are admitted in the order
 of arrival, but preempted requests before new ones. No blocks are reserved for `max_tokens`. When the pool is full,
 cached blocks are evicted first, then the youngest request is preempted. The full blocks of a preempted request stay in
 the tree until they are evicted.
@@ -19,9 +21,11 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 from engine.config import POLICIES
 from engine.core.cache import KVCache
+from engine.core.gap_target import GapTarget
 from engine.core.node import Match
 from engine.core.plan_writer import Entry, PlanWriter
 from engine.core.policy import CHUNKS, ORDERS, QueueOrder, Victim, youngest
@@ -46,6 +50,7 @@ class SchedulerConfig:
     max_waiting: int | None = None  # requests; None: no limit
     checkpoint_interval: int = 1024  # between two checkpoints of recurrent states in a long prompt
     speculative_tokens: int = 0  # the longest draft of a request in one step; 0: no speculation
+    max_gap_ms: float | None = None  # target for the time of a step while replies run; None: the whole budget
 
 
 class Scheduler:
@@ -68,12 +73,15 @@ class Scheduler:
         self._rows = list(range(config.max_num_seqs))  # a heap of free rows
         self._committed = -1  # the last step committed
         self._joins: list[Request] = []  # the requests that this step admits
+        self._partial: list[Request] = []  # those whose prompts this step does not finish
         self._last_wait: tuple[int, str] | None = None  # the request and the obstacle in the last "wait" record
         self._writer = PlanWriter(cache, log)
         self._watermark = int(config.watermark * cache.allocator.total)
         self.lookup = PromptLookup(config.speculative_tokens) if config.speculative_tokens else None
         self.order: QueueOrder | None = ORDERS[config.policy](cache, log) if config.policy in ORDERS else None
         self.chunk = CHUNKS[config.chunked_prefill]
+        self.budget = config.max_num_batched_tokens  # of the last step planned
+        self.gaps = GapTarget(config.max_gap_ms, self.budget) if config.max_gap_ms is not None else None
         self.victim: Victim = youngest
 
     # ---- the queue
@@ -164,12 +172,12 @@ class Scheduler:
         """Plan the next step. Returns None if there is nothing to compute before the next commit."""
         self.step += 1
         self.cache.tree.step = self.step
-        self._joins = []
+        self._joins, self._partial = [], []
         entries: list[Entry] = []
         preempted = self._plan_decodes(entries)
         num_decoding = len(entries)
-        budget = self.config.max_num_batched_tokens - num_decoding
-        budget = self._plan_prefills(entries, budget)
+        self._set_budget(num_decoding)
+        budget = self._plan_prefills(entries, self.budget - num_decoding)
         drafts: dict[int, list[int]] = {}
         if not preempted:
             budget = self._admit(entries, budget)
@@ -245,6 +253,16 @@ class Scheduler:
             self.log.append("draft", self.step, [(id, len(draft)) for id, draft in drafts.items()])
         return drafts
 
+    def _set_budget(self, num_decoding: int) -> None:
+        """Set the budget of this step; record a change. The target for gaps only limits prompts beside decodes."""
+        budget = self.config.max_num_batched_tokens
+        gaps = self.gaps if num_decoding else None
+        if gaps is not None and (self.waiting or not all(request.decoding for request in self.running)):
+            budget = min(budget, num_decoding + gaps.tokens)
+        if budget != self.budget:
+            self.budget = budget
+            self.log.append("budget", budget)
+
     def _plan_prefills(self, entries: list[Entry], budget: int) -> int:
         """Plan chunks for running requests whose prefill is not finished; return the rest of the budget."""
         for request in self.running:
@@ -259,6 +277,10 @@ class Scheduler:
         number of tokens."""
         self._take(request, match)
         left = len(request.ids) - request.planned
+        if left > budget:
+            self._partial.append(request)
+        if left > self.budget:
+            budget = self._share(request, left, budget)
         n = self.chunk(request, left, budget)
         while n > 0 and not self.cache.grow(request, request.planned + n, request.planned):
             n = min(n - 1, self.cache.room(request) - request.planned)
@@ -269,6 +291,21 @@ class Scheduler:
         request.planned += n
         self.cache.publish_planned(request, self.step)  # now, so that later requests of this step can share the blocks
         return n
+
+    def _share(self, request: Request, left: int, budget: int) -> int:
+        """Returns how much of the budget a prompt may use that is longer than a whole step: what later prompts of at
+        most half its length leave, but at least half of the budget."""
+        younger = [other for other in self.running if not other.decoding and other.id > request.id]
+        if self.waiting and self.config.policy != "static" and not self._admissible(self.waiting[0], budget)[1]:
+            younger += islice(self.waiting, len(self._rows))
+        needed, half = 0, budget // 2
+        for other in younger:
+            length = len(other.ids) - other.planned
+            if 2 * length <= left:
+                needed += length
+            if needed >= half:
+                return budget - half
+        return budget - needed
 
     def _take(self, request: Request, match: Match | None) -> None:
         """Take the cached blocks of a match, if there are any."""
@@ -319,7 +356,7 @@ class Scheduler:
         """Returns what the tree has of `request`, the head of the queue, and why it cannot be admitted; "" if it can
         be admitted."""
         if budget <= 0:
-            return None, f"budget: the {self.config.max_num_batched_tokens} tokens of this step are used"
+            return None, f"budget: the {self.budget} tokens of this step are used"
         if not self._rows:
             return None, f"rows: all {self.config.max_num_seqs} are used"
         if request.last_step > self._committed:
@@ -331,8 +368,9 @@ class Scheduler:
             # count as available now, but cannot be evicted once this request holds them.
             needed -= sum(1 for block in match.blocks if self.cache.allocator.holders(block))
         if self.running:
-            # The reserve is for decodes: if budget is left, each running prefill has the blocks of its whole prompt.
-            needed += self._watermark
+            # Besides a reserve for decodes, prompts that are not finished must get all of their blocks: else several
+            # prompts could hold blocks that none of them can go on without.
+            needed += self._watermark + sum(self.cache.blocks_for(len(r.ids)) - len(r.table) for r in self._partial)
         if needed > self.cache.available:
             return match, f"blocks: needs {needed}, {self.cache.available} available"
         for side in self.cache.sides:

@@ -566,6 +566,16 @@ class Lose(kind.Kind):
 # ---- steps
 
 
+class Budget(kind.Kind):
+    """The token budget from the next step on. It changes with a target for gaps (engine/core/gap_target.py)."""
+
+    tokens: kind.Positive
+
+    @staticmethod
+    def apply(state: State, tokens: int) -> None:
+        state.budget = tokens
+
+
 class Step(kind.Kind):
     """A step was planned. `prefills`: [(request, start, n, samples)]; `joined`, `left`: the requests that joined and
     left the decoding set, each member of which advances by one token in every step; `tokens`: the part of the budget

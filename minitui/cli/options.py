@@ -109,6 +109,13 @@ def _engine(
     ] = 1024,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Maximum number of running requests.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget of a step.")] = None,
+    max_gap_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Target for the time between two tokens of an answer: while answers run, a step computes as many "
+            "prompt tokens as fit into it, as measured. Default: the whole token budget."
+        ),
+    ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Maximum tokens of prompt and answer together.")
     ] = None,

@@ -1,0 +1,39 @@
+"""Chooses how many prompt tokens a step computes while replies run, so that no gap between their tokens is longer than
+`max_gap_ms`.
+
+The time of a step depends on the model, the card, the lengths of the contexts and the number of replies. No formula has
+all of these. But the steps are measured: each step with prompts says how many of its tokens would have filled the time
+that the target leaves beside the decodes. Chunks grow and shrink by at most a factor of two from step to step, so one
+slow step (a garbage collection, another program) does not stop the prompts.
+"""
+
+from __future__ import annotations
+
+FIRST = 128  # tokens; the first chunk beside replies, before any is measured
+LEAST = 64  # tokens that a step may always compute, also if the decodes alone take longer than the target
+NEWER = 0.2  # weight of the newest step in the usual time of a step without prompts
+
+
+class GapTarget:
+    """The number of prompt tokens for the next step beside replies: `tokens`, from LEAST to `most`."""
+
+    def __init__(self, max_gap_ms: float, most: int) -> None:
+        self.tokens = min(FIRST, most)
+        self._most = most
+        self._target_s = max_gap_ms / 1e3
+        self._decode_s = 0.0  # the usual time of a step that only decodes; 0: unknown
+
+    def measured(self, decodes: int, prompt_tokens: int, took_s: float) -> None:
+        """Learn from a step that was committed. `took_s`: seconds since the results of the step before it."""
+        if not decodes:
+            return
+        if not prompt_tokens:
+            before = self._decode_s or took_s
+            self._decode_s = before + NEWER * (took_s - before)
+            return
+        room, took = self._target_s - self._decode_s, took_s - self._decode_s
+        fitting = prompt_tokens * room / took if took > 0 else 2.0 * self.tokens
+        if fitting > self.tokens and 2 * prompt_tokens < self.tokens:
+            return  # the prompts were short: the step says little about long chunks
+        bounded = min(2 * self.tokens, max(self.tokens // 2, int(fitting)))
+        self.tokens = max(min(LEAST, self._most), min(self._most, bounded))
