@@ -26,6 +26,7 @@ FIELDS = {
     "attention.clamp_kqv": "clip_qkv", "attention.causal": "is_causal",
     "leading_dense_block_count": "first_k_dense_replace", "expert_weights_scale": "routed_scaling_factor",
     "expert_group_count": "n_group", "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
 }  # fmt: skip
 STATES, STEPS = "ssm.state_size", "time_step_rank"
 LOCAL_BASE = "rope.freq_base_swa"
@@ -37,6 +38,7 @@ ROPE_FIELDS = {  # of yarn
 }  # fmt: skip
 PUBLISHED = 8192, (1.0, 4.0)  # the original context and the bands of all published models of Llama 3
 CLOSE = 1e-4  # of float32 numbers that other programs computed
+STILL = 1e20  # a frequency that is divided by more does not turn
 SOFTMAX = 1  # the value of expert_gating_func
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 OF_ROPE = (FREQUENCIES, LONG, SHORT)  # tensors that become fields of config.json
@@ -69,7 +71,7 @@ def _config(header: Header, family: Family) -> dict[str, Any]:
         "architectures": [family.architecture],
         "model_type": next(name for name, of in MODEL_TYPES.items() if of == family.architecture),
         "vocab_size": embedding.shape[0], "hidden_size": hidden, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": whole("attention.head_count_kv", heads),
+        "num_attention_heads": heads,
         "head_dim": head_dim, arch.eps: header.get(f"{kind}.attention.{norm}", float),
         "max_position_embeddings": whole("context_length"), "pad_token_id": None,
         "hidden_act": "gelu_pytorch_tanh" if arch.activation == "gelu" else arch.activation,
@@ -85,6 +87,9 @@ def _config(header: Header, family: Family) -> dict[str, Any]:
             found[field] = header.metadata[f"{kind}.{key}"]
     found |= _rope(header, kind, family, head_dim)
     found |= _windows(header, kind, family, layers, found)
+    if arch.uneven:
+        return found | _uneven(header, kind, found)
+    found["num_key_value_heads"] = whole("attention.head_count_kv", heads)
     if family.wide_queries:
         found["query_pre_attn_scalar"] = hidden // heads if layers == family.wide_queries else head_dim
     if f"{kind}.{STATES}" in header.metadata:
@@ -105,6 +110,49 @@ def _experts(header: Header, kind: str, family: Family, inner: int) -> dict[str,
         "num_experts_per_tok": header.get(f"{kind}.expert_used_count", int), "norm_topk_prob": True,
         own: header.get(f"{kind}.expert_feed_forward_length", int, inner),
     }  # fmt: skip
+
+
+def _uneven(header: Header, kind: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of Gemma 4, whose layers with and without a window differ in their heads."""
+    layers, local = found["num_hidden_layers"], [each == SLIDING for each in found.get("layer_types", ())]
+    if all(local) or not any(local):
+        raise header.error(f"has no {kind}.attention.sliding_window_pattern with both kinds of layers")
+
+    def of_layers(key: str) -> list[int]:
+        value = header.metadata.get(f"{kind}.{key}")
+        values: list[Any] = value if isinstance(value, list) else [value] * layers
+        if len(values) != layers or any(type(each) is not int or each < 1 for each in values):
+            raise header.error(f"has {kind}.{key} = {shown(value)}: it must be a number, or one for each layer")
+        return values
+
+    heads, widths = of_layers("attention.head_count_kv"), of_layers("feed_forward_length")
+    first, whole, width = local.index(True), local.index(False), widths[0]
+    wide = layers - found.get("num_kv_shared_layers", 0)
+    if heads != [heads[first if each else whole] for each in local]:
+        raise header.error(f"has {heads} key/value heads, not one number for each kind of layer: download it again")
+    doubled = [width] * wide + [2 * width] * (layers - wide)
+    if widths not in ([width] * layers, doubled):
+        raise header.error(f"has MLPs of {widths}: those of the last {layers - wide} layers may be twice as wide only")
+    fields: dict[str, Any] = {
+        "head_dim": header.get(f"{kind}.attention.key_length_swa", int), "global_head_dim": found["head_dim"],
+        "num_key_value_heads": heads[first], "intermediate_size": width, "use_double_wide_mlp": widths[-1] != width,
+        "attention_k_eq_v": f"blk.{whole}.attn_v.weight" not in header.tensors,
+    }  # fmt: skip
+    if heads[first] != heads[whole]:
+        fields["num_global_key_value_heads"] = heads[whole]
+    if count := header.get(f"{kind}.expert_count", int, 0):
+        fields |= {
+            "enable_moe_block": True, "num_experts": count,
+            "top_k_experts": header.get(f"{kind}.expert_used_count", int),
+            "moe_intermediate_size": header.get(f"{kind}.expert_feed_forward_length", int),
+        }  # fmt: skip
+    rotated = header.get(f"{kind}.rope.dimension_count_swa", int, fields["head_dim"])
+    if rotated != fields["head_dim"]:
+        raise header.error(
+            f"rotates {rotated} of the {fields['head_dim']} numbers of a head with a window: use its checkpoint in "
+            "safetensors"
+        )
+    return fields
 
 
 def _delta(header: Header, kind: str, layers: int) -> dict[str, Any]:
@@ -145,7 +193,8 @@ def _rope(header: Header, kind: str, family: Family, head_dim: int) -> dict[str,
     """Returns rope_parameters, and the context before stretching of longrope."""
     theta = header.get(f"{kind}.rope.freq_base", float, 10_000.0)
     rotated = header.get(f"{kind}.rope.dimension_count", int, head_dim)
-    table = {"rope_theta": theta, **_scaling(header, kind, theta, rotated)}
+    scaling = _proportional(header, rotated) if family.arch.uneven else _scaling(header, kind, theta, rotated)
+    table = {"rope_theta": theta, **scaling}
     if table.get("rope_type") == "yarn":
         for key, field in ROPE_FIELDS.items():
             if f"{kind}.{key}" in header.metadata:
@@ -169,6 +218,16 @@ def _rope(header: Header, kind: str, family: Family, head_dim: int) -> dict[str,
         original = f"{kind}.rope.scaling.original_context_length"
         found["original_max_position_embeddings"] = header.get(original, int)
     return found
+
+
+def _proportional(header: Header, rotated: int) -> dict[str, Any]:
+    """Returns the positions of Gemma 4's full attention: the last frequencies are divided by so much that they do not
+    turn."""
+    found = np.array(header.numbers(FREQUENCIES))
+    turning = int((found == 1).sum())
+    if len(found) != rotated // 2 or not turning or (found[:turning] != 1).any() or (found[turning:] < STILL).any():
+        raise header.error(f"stretches positions in its own way ({FREQUENCIES}): use the checkpoint in safetensors")
+    return {"rope_type": "proportional", "partial_rotary_factor": turning / len(found)}
 
 
 def _scaling(header: Header, kind: str, theta: float, rotated: int) -> dict[str, Any]:

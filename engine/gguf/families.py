@@ -31,6 +31,15 @@ DELTA = SECOND_NORM | {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }  # fmt: skip
+GEMMA4 = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm", "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm", "layer_output_scale": "layer_scalar",
+    "ffn_gate_inp": "gate", "ffn_gate_up_exps": "experts.gate_up_proj", "ffn_down_exps": "experts.down_proj",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
+}  # fmt: skip
 FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
 
@@ -57,6 +66,7 @@ FAMILIES = {
     "qwen3moe": Family("Qwen3MoeForCausalLM"),
     "qwen35": Family("Qwen3_5ForCausalLM", names=DELTA),
     "qwen35moe": Family("Qwen3_5MoeForCausalLM", names=DELTA),
+    "qwen3next": Family("Qwen3NextForCausalLM", names=DELTA | {"ssm_ba": "linear_attn.in_proj_ba"}),
     "mistral3": Family("Ministral3ForCausalLM", pairs=True),
     "granite": Family("GraniteForCausalLM", pairs=True),
     "seed_oss": Family("SeedOssForCausalLM", names=SECOND_NORM),
@@ -66,6 +76,7 @@ FAMILIES = {
     "glm4": Family("Glm4ForCausalLM", names={"ffn_up": FUSED["ffn_up"]}),
     "gemma2": Family("Gemma2ForCausalLM", wide_queries=46, half_range=False),
     "gemma3": Family("Gemma3ForCausalLM", wide_queries=62, half_range=False),
+    "gemma4": Family("Gemma4ForCausalLM", names=GEMMA4, half_range=False),
     "stablelm": Family("StableLmForCausalLM"),
     "starcoder2": Family("Starcoder2ForCausalLM"),
     "gpt-oss": Family("GptOssForCausalLM", names=SECOND_NORM, half_range=False),

@@ -22,6 +22,7 @@ from engine.fields import shown
 from engine.gguf.config import MOST_LAYERS, OF_ROPE
 from engine.gguf.families import NAMES, Family
 from engine.gguf.header import Header, Tensor
+from engine.model.families import ARCHITECTURES
 from engine.progress import Progress
 
 Make = Callable[..., np.ndarray]
@@ -32,13 +33,15 @@ STORED: dict[str, tuple[str, Any]] = {
 HALF: tuple[str, Any] = ("F16", np.float16)
 BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I32": 4}
 ROWS_OF_A_PIECE = 1_024
+BARE = ("sinks", "layer_scalar")  # parameters whose names have no leaf
 BLOCK_OF_MXFP4 = 17  # bytes: the exponent, and 32 numbers of 4 bits
 BLOCK_OF_Q4_0 = 18  # bytes: the scale in float16, and 32 numbers of 4 bits
 
 
 @dataclass(frozen=True)
 class Output:
-    """Tensors of the checkpoint, one after the other. Each piece is made of the same rows of all sources."""
+    """Tensors of the checkpoint, one after the other. Each piece is made of the same rows of all sources, or of all
+    rows of all sources."""
 
     names: tuple[str, ...]
     kind: str  # the type in safetensors
@@ -57,6 +60,7 @@ def outputs(header: Header, family: Family, config: dict[str, Any]) -> list[Outp
     """Returns the tensors of the checkpoint. Raises CheckpointError for a tensor that is unknown to the family."""
     found: list[Output] = []
     experts: dict[tuple[str, str, str], Tensor] = {}
+    halves: dict[str, dict[str, Tensor]] = {}  # of the projections of Qwen3-Next's delta rules
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     drafts = header.get(f"{header.get('general.architecture', str)}.nextn_predict_layers", int, 0)
     behind = tuple(f"blk.{config['num_hidden_layers'] + i}." for i in range(min(drafts, MOST_LAYERS)))
@@ -66,12 +70,15 @@ def outputs(header: Header, family: Family, config: dict[str, Any]) -> list[Outp
         module, leaf = _decoder_name(header, family, tensor)
         owner = module.rpartition(".")[2]
         module = ".".join(family.arch.names.get(part, part) for part in module.split("."))
-        name = (module if owner == "sinks" else f"{module}.{leaf}",)
+        name = (module if owner in BARE or leaf == "scale" else f"{module}.{leaf}",)
         kind, _ = STORED.get(tensor.type, HALF)
         rows, *inner = tensor.shape
         if ".experts." in module:
             if not inner or rows != (config.get("num_experts") or config.get("num_local_experts")):
                 raise header.error(f"has {rows} experts in {shown(tensor.name)}, not expert_count: download it again")
+            if family.arch.uneven:  # one tensor in the checkpoint, too
+                found.append(Output((module,), kind, tensor.shape, (tensor,), 1))
+                continue
             if family.arch.clamped:
                 experts[module.rpartition(".")[0], owner, leaf] = tensor
                 continue
@@ -82,12 +89,15 @@ def outputs(header: Header, family: Family, config: dict[str, Any]) -> list[Outp
             if rows % (2 * heads[owner]):
                 raise header.error(f"has {rows} rows in {shown(tensor.name)}, not a multiple of its heads")
             found.append(Output(name, kind, tensor.shape, (tensor,), rows // heads[owner], _halves))
+        elif family.arch.fused_delta and owner in ("in_proj_qkv", "in_proj_z"):
+            halves.setdefault(module.rpartition(".")[0], {})[owner] = tensor
         elif ".linear_attn." in module or owner == "shared_expert_gate":
             found.append(_of_delta(header, config, Output(name, kind, tensor.shape, (tensor,))))
         elif family.arch.offset_norms and "norm" in owner:
             found.append(Output(name, "F32", tensor.shape, (tensor,), rows, _less_one))
         else:
             found.append(Output(name, kind, tensor.shape, (tensor,)))
+    found += [_qkvz(header, config, module, parts) for module, parts in halves.items()]
     clamped = _clamped(header, experts)
     return clamped + (found if clamped else [part for output in found for part in _four_bits(output)])
 
@@ -107,9 +117,10 @@ def _of_delta(header: Header, config: dict[str, Any], output: Output) -> Output:
     rows, each = tensor.shape[0], max(1, values // max(1, keys))
 
     def in_groups(heads: np.ndarray) -> np.ndarray:
-        return heads.reshape(each, keys, -1).swapaxes(0, 1).reshape(heads.shape)
+        return heads if fused else heads.reshape(each, keys, -1).swapaxes(0, 1).reshape(heads.shape)
 
-    if owner == "norm":
+    fused = ARCHITECTURES[config["architectures"][0]].fused_delta
+    if owner in ("norm", "in_proj_ba") or (fused and owner == "out_proj"):
         return output
     along = tensor.shape[-1] if owner == "out_proj" else rows - first
     if along <= 0 or values < 1 or along % values or values % keys:
@@ -128,10 +139,31 @@ def _of_delta(header: Header, config: dict[str, Any], output: Output) -> Output:
         shape = (rows, 1, *tensor.shape[1:])
 
     def make(piece: np.ndarray) -> np.ndarray:
-        piece = np.log(-piece.astype(np.float32)) if log else piece
+        piece = np.log(-_wide(piece)) if log else piece
         return np.concatenate((piece[:first], in_groups(piece[first:])))
 
     return replace(output, names=(name,), kind="F32" if log else output.kind, shape=shape, rows=rows, make=make)
+
+
+def _qkvz(header: Header, config: dict[str, Any], module: str, parts: dict[str, Tensor]) -> Output:
+    """Returns the projection of a delta rule of Qwen3-Next: its rows are those of one key head after the other, and the
+    converter split them into q, k and v of all heads, and z of all heads."""
+    keys, each = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    sizes = [*[config["linear_key_head_dim"]] * 2, *[each * config["linear_value_head_dim"]] * 2]
+    sources = tuple(parts[name] for name in ("in_proj_qkv", "in_proj_z") if name in parts)
+    if [source.shape[0] for source in sources] != [keys * sum(sizes[:3]), keys * sizes[3]]:
+        shapes = [list(source.shape) for source in sources]
+        raise header.error(f"has projections of {shapes} for {keys} key heads in {shown(module)}: download it again")
+    rows = [np.arange(keys * size).reshape(keys, size) + keys * sum(sizes[:i]) for i, size in enumerate(sizes)]
+    order = np.concatenate(rows, 1).flatten()
+
+    def make(*halves: np.ndarray) -> np.ndarray:
+        return np.concatenate([half if same else _wide(half) for half in halves])[order]
+
+    same = len({STORED.get(source.type, HALF) for source in sources}) == 1
+    kind = STORED.get(sources[0].type, HALF)[0] if same else "F32"
+    name = f"{module}.in_proj_qkvz.weight"
+    return Output((name,), kind, (len(order), *sources[0].shape[1:]), sources, max(len(order), 1), make)
 
 
 def four_bits(found: list[Output]) -> dict[str, Any] | None:
@@ -147,7 +179,7 @@ def _four_bits(output: Output) -> list[Output]:
     """Returns the outputs for a matrix of Q4_0: its numbers and its scales. Returns other outputs as they are."""
     tensor, name = output.sources[0], output.names[0]
     module = name.removesuffix("weight")
-    outside = module.endswith(("embed_tokens.", "lm_head."))
+    outside = module.endswith(("embed_tokens.", "embed_tokens_per_layer.", "lm_head.")) or len(output.sources) > 1
     if tensor.type != "Q4_0" or len(tensor.shape) != 2 or module == name or outside:
         return [output]
     rows, columns = tensor.shape
@@ -184,7 +216,9 @@ def write(header: Header, found: list[Output], path: Path, on_progress: Progress
             whole = output.sources[0].shape[0]
             for first in range(0, whole, output.rows):
                 rows = min(output.rows, whole - first)
-                parts = [_read(files[source.path], source, first, rows, output.raw) for source in output.sources]
+                counts = [source.shape[0] if rows == whole else rows for source in output.sources]
+                read = zip(output.sources, counts, strict=True)
+                parts = [_read(files[each.path], each, first, count, output.raw) for each, count in read]
                 made = output.make(*parts)
                 if made.dtype == np.float16 and output.raw and not np.isfinite(made).all():
                     raise CheckpointError(
@@ -199,7 +233,7 @@ def write(header: Header, found: list[Output], path: Path, on_progress: Progress
 
 
 def _decoder_name(header: Header, family: Family, tensor: Tensor) -> tuple[str, str]:
-    """Returns the module that the decoder has for a tensor, and "weight" or "bias"."""
+    """Returns the module that the decoder has for a tensor, and "weight", "bias" or "scale"."""
     module, _, leaf = tensor.name.rpartition(".")
     layer = ""
     if module.startswith("blk.") and module.count(".") == 2:
@@ -207,8 +241,9 @@ def _decoder_name(header: Header, family: Family, tensor: Tensor) -> tuple[str, 
         layer = f"model.layers.{number}."
     if leaf == "ssm_a":
         module, leaf, layer = leaf, "weight", f"model.layers.{module.removeprefix('blk.')}."
-    found = family.names.get(module) or NAMES.get(module)
-    if found is None or leaf not in ("weight", "bias"):
+    named = module if leaf in ("weight", "bias") else f"{module}.{leaf}"
+    found = family.names.get(named) or NAMES.get(named)
+    if found is None:
         raise header.error(
             f"has a tensor {shown(tensor.name)}, unknown to this architecture: use its checkpoint in safetensors"
         )
@@ -262,8 +297,14 @@ def _halves(head: np.ndarray) -> np.ndarray:
 
 def _less_one(norm: np.ndarray) -> np.ndarray:
     """Returns the weights of Gemma's norms as its checkpoints have them: the converter adds 1."""
-    wide = (norm.astype(np.uint32) << 16).view(np.float32) if norm.dtype == np.uint16 else norm.astype(np.float32)
-    return wide - np.float32(1)
+    return _wide(norm) - np.float32(1)
+
+
+def _wide(numbers: np.ndarray) -> np.ndarray:
+    """Returns numbers in float32; those of uint16 are bfloat16."""
+    if numbers.dtype == np.uint16:
+        return (numbers.astype(np.uint32) << 16).view(np.float32)
+    return numbers.astype(np.float32)
 
 
 def _alternating(parts: tuple[np.ndarray, ...]) -> np.ndarray:

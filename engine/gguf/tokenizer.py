@@ -12,27 +12,30 @@ LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 DIGITS = rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}|{OTHERS}"
 NUMBERS = rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}{{1,3}}|{OTHERS}"
+MARKED = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
+MARKS = rf"{CONTRACTIONS}|{MARKED}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SEED = rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 BY_CASE = [rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"]
 SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT_4O = "|".join([*(f"{word}{CONTRACTIONS}?" for word in BY_CASE), r"\p{N}{1,3}", SIGNS])
 TEKKEN = "|".join([*BY_CASE, r"\p{N}", SIGNS])
+PIECES = ("llama", "gemma4")  # types of tokenizers of SentencePiece
 GPT_2, ONE_DIGIT = "GPT-2", "GPT-2, digits one by one"  # ways of GPT-2, which are built in
 LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0")  # as Llama 3 does
 PATTERNS = {  # tokenizer.ggml.pre -> the expression that splits a text into words
     **dict.fromkeys(LLAMA_3, NUMBERS), "dbrx": NUMBERS, "smaug-bpe": NUMBERS,
-    "chatglm-bpe": NUMBERS, "glm4": NUMBERS, "qwen2": DIGITS, "deepseek-r1-qwen": DIGITS, "stablelm2": DIGITS,
-    "gpt-4o": GPT_4O, "tekken": TEKKEN, "seed-coder": SEED, "gpt-2": GPT_2, "phi-2": GPT_2, "olmo": GPT_2,
+    "chatglm-bpe": NUMBERS, "glm4": NUMBERS, "qwen2": DIGITS, "deepseek-r1-qwen": DIGITS, "qwen35": MARKS,
+    "stablelm2": DIGITS, "gpt-4o": GPT_4O, "tekken": TEKKEN, "seed-coder": SEED, "gpt-2": GPT_2, "phi-2": GPT_2, "olmo": GPT_2,
     "mpt": GPT_2, "default": GPT_2, "starcoder": ONE_DIGIT, "refact": ONE_DIGIT, "smollm": ONE_DIGIT,
     "codeshell": ONE_DIGIT, "command-r": ONE_DIGIT,
 }  # fmt: skip
 WHOLE_WORDS = (*LLAMA_3, "tekken")  # words of the vocabulary are not merged; BOS is the default
-NFC = ("qwen2", "deepseek-r1-qwen")
+NFC = ("qwen2", "deepseek-r1-qwen", "qwen35")
 LONGEST_PIECE = 1_024  # characters
 MOST_CHARACTERS = 4 << 20  # of all pieces; Gemma's have 2 million
 SPACE = "▁"
-TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|return|>", "<|call|>")
+TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|return|>", "<|call|>")
 
 
 def tokenizer_files(header: Header) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -44,10 +47,10 @@ def tokenizer_files(header: Header) -> tuple[dict[str, Any], dict[str, Any]]:
         raise header.error("has a damaged list of tokens: download it again")
     if kind == "gpt2":
         made = _byte_level(header, tokens)
-    elif kind == "llama":
+    elif kind in PIECES:
         made = _sentence_pieces(header, tokens, types)
     else:
-        raise header.error(f"has a tokenizer of type {kind!r:.40}: supported are gpt2 and llama")
+        raise header.error(f"has a tokenizer of type {kind!r:.40}: supported are gpt2, {' and '.join(PIECES)}")
     made["added_tokens"] = [
         {"id": i, "content": token, "special": types[i] == CONTROL, "normalized": False, "single_word": False,
          "lstrip": False, "rstrip": False}
@@ -58,7 +61,7 @@ def tokenizer_files(header: Header) -> tuple[dict[str, Any], dict[str, Any]]:
         i = header.metadata.get(f"tokenizer.ggml.{name}_token_id")
         if isinstance(i, int) and 0 <= i < len(tokens):
             config[f"{name}_token"] = tokens[i]
-            adds = header.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in WHOLE_WORDS)
+            adds = header.metadata.get("tokenizer.ggml.add_bos_token", kind in PIECES or pre in WHOLE_WORDS)
             if name == "bos" and adds is True:
                 made["post_processor"] = _adds_bos(tokens[i], i)
     template = header.metadata.get("tokenizer.chat_template")
@@ -89,9 +92,7 @@ def _byte_level(header: Header, tokens: list[str]) -> dict[str, Any]:
     last = {**alone, "use_regex": pattern in (GPT_2, ONE_DIGIT)}
     steps = [last] if pattern == GPT_2 else [split, last]
     vocab = {token: i for i, token in enumerate(tokens)}
-    merges = [str(merge).split(" ", 1) for merge in header.get("tokenizer.ggml.merges", list)]
-    if not all(len(pair) == 2 and pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab for pair in merges):
-        raise header.error("has tokenizer.ggml.merges that do not join two tokens to a third: download it again")
+    merges = _listed_merges(header, vocab)
     return {
         "version": "1.0", "normalizer": {"type": "NFC"} if pre in NFC else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
@@ -103,8 +104,16 @@ def _byte_level(header: Header, tokens: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _listed_merges(header: Header, vocab: dict[str, int]) -> list[list[str]]:
+    merges = [str(merge).split(" ", 1) for merge in header.get("tokenizer.ggml.merges", list)]
+    if not all(len(pair) == 2 and pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab for pair in merges):
+        raise header.error("has tokenizer.ggml.merges that do not join two tokens to a third: download it again")
+    return merges
+
+
 def _sentence_pieces(header: Header, tokens: list[str], types: list[int]) -> dict[str, Any]:
-    """SentencePiece's BPE merges the pair whose result has the highest score; scores give the order of the merges."""
+    """SentencePiece's BPE merges the pair whose result has the highest score: scores give the order of the merges, if
+    the file has no list of them."""
     scores: list[float] = header.get("tokenizer.ggml.scores", list)
     if len(scores) != len(tokens) or not _all(float, scores):
         raise header.error("has not one score for each token: download it again")
@@ -116,7 +125,8 @@ def _sentence_pieces(header: Header, tokens: list[str], types: list[int]) -> dic
         )
     vocab = {token: i for i, token in enumerate(tokens)}
     merges: list[tuple[float, int, list[str]]] = []
-    for token, i in vocab.items():
+    listed = _listed_merges(header, vocab) if "tokenizer.ggml.merges" in header.metadata else None
+    for token, i in vocab.items() if listed is None else ():
         if types[i] in (CONTROL, BYTE):
             continue
         for cut in range(1, len(token)):
@@ -136,7 +146,7 @@ def _sentence_pieces(header: Header, tokens: list[str], types: list[int]) -> dic
         "version": "1.0", "normalizer": {"type": "Sequence", "normalizers": [*steps, spaces]}, "pre_tokenizer": None,
         "post_processor": None, "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
-            "type": "BPE", "vocab": vocab, "merges": [pair for *_, pair in merges], "byte_fallback": True,
+            "type": "BPE", "vocab": vocab, "merges": listed or [pair for *_, pair in merges], "byte_fallback": True,
             "fuse_unk": True,
             "unk_token": tokens[unknown] if isinstance(unknown, int) and 0 <= unknown < len(tokens) else None,
         },

@@ -46,7 +46,8 @@ def without_positions(config: ModelConfig) -> ModelConfig:
     rope = RopeConfig(
         rotary_dim=config.rope.rotary_dim, interleaved=config.rope.interleaved, query_beta=config.rope.query_beta
     )
-    return replace(config, dtype="", rope=rope, layer_ropes=())
+    # Files of Gemma 4 do not say whether their checkpoint is a unified one: only defaults of fields differ.
+    return replace(config, dtype="", rope=rope, layer_ropes=(), architecture=config.architecture.replace("Unified", ""))
 
 
 def positions(config: ModelConfig) -> torch.Tensor:
@@ -70,7 +71,7 @@ def test_a_file_is_the_checkpoint(kind: str, seed: int, tmp_path: Path) -> None:
         torch.testing.assert_close(other.view, ours.view, rtol=1e-6, atol=1e-6, msg=ours.name)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["mixtral", "gemma2", "gpt_oss", "qwen3_next", "gemma4_text"])
 def test_quantised_and_16_bit_files_are_close(kind: str, tmp_path: Path) -> None:
     """Experts, folded norms and blocks of MXFP4, which stay blocks in gpt-oss."""
     directory = made(kind, 0, tmp_path / "model", hidden_size=64, intermediate_size=64)
@@ -100,8 +101,32 @@ def test_what_the_family_does_not_have_is_refused(tmp_path: Path) -> None:
     assert "rotates 8 of the 32 numbers" in refused("c", lambda writer: writer.add_rope_dimension_count(8))
 
 
+def test_layers_of_gemma4_that_differ_in_another_way_are_refused(tmp_path: Path) -> None:
+    directory = made("gemma4_text", 1, tmp_path / "model")
+
+    def refused(name: str, key: str, value: Any) -> str:
+        def change(writer: Any) -> None:
+            no_tokenizer(writer)
+            (writer.add_array if isinstance(value, list) else writer.add_uint32)(f"gemma4.{key}", value)
+
+        path = write_gguf(directory, tmp_path / f"{name}.gguf", tokenizer=change)
+        with pytest.raises(CheckpointError) as caught:
+            resolve_model(str(path), weights=False)
+        return str(caught.value)
+
+    layers = read_model_config(directory).num_layers
+    assert "those of the last" in refused("a", "feed_forward_length", [96, *[24] * (layers - 1)])
+    assert "feed_forward_length = [96]: it must be a number, or one for each layer" in refused(
+        "b", "feed_forward_length", [96]
+    )
+    assert "rotates 2 of the" in refused("c", "rope.dimension_count_swa", 2)
+    assert "no gemma4.attention.sliding_window_pattern with both kinds" in refused(
+        "d", "attention.sliding_window_pattern", [True] * layers
+    )
+
+
 def test_an_unknown_architecture_names_the_nearest(tmp_path: Path) -> None:
-    for kind, hint in (("gemma4", ", and the nearest is gemma2: supp"), ("mamba", "'mamba': supp")):
+    for kind, hint in (("gemma3n", ", and the nearest is gemma3: supp"), ("mamba", "'mamba': supp")):
         writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

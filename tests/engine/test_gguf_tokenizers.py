@@ -11,7 +11,7 @@ import tokenizers
 
 from engine.errors import CheckpointError
 from engine.gguf.header import Header, read_header
-from engine.gguf.tokenizer import end_tokens, tokenizer_files
+from engine.gguf.tokenizer import PATTERNS, end_tokens, tokenizer_files
 from engine.text.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -74,6 +74,36 @@ def test_sentence_pieces_are_merged_by_their_scores(tmp_path: Path) -> None:
     names = [tokens[i] for i in tokenizer.encode("abc é")]
     assert names == ["<s>", "▁abc", "▁", "<0xC3>", "<0xA9>"], "bc, then abc, then ▁abc"
     assert tokenizer.decode(tokenizer.encode("abc é")) == "abc é"
+
+
+def test_qwen35_splits_as_transformers_does() -> None:
+    from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
+
+    assert PATTERNS["qwen35"] == PRETOKENIZE_REGEX
+
+
+def test_the_pieces_of_gemma4_are_merged_as_transformers_does(tmp_path: Path) -> None:
+    """Its file lists the merges, in which the pieces' scores have no part."""
+    from transformers.models.gemma.tokenization_gemma import GemmaTokenizer
+
+    merges = [("b", "c"), ("a", "bc"), ("▁", "abc"), ("a", "b"), ("▁", "▁"), ("\n", "\n")]
+    pieces = ["▁", "a", "b", "c", "\n", *("".join(pair) for pair in merges)]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{i:02X}>" for i in range(256)), *pieces, "<turn|>"]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    metadata = {
+        "tokenizer.ggml.model": "gemma4", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": [0.0] * len(tokens),
+        "tokenizer.ggml.token_type": [3, 3, 3, 2, 3, *[6] * 256, *[1] * len(pieces), 3],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges], "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+    }  # fmt: skip
+    header = Header(tmp_path, metadata, {})
+    made, _ = tokenizer_files(header)
+    ours, theirs = tokenizers.Tokenizer.from_str(json.dumps(made)), GemmaTokenizer(vocab=vocab, merges=merges)
+    for text in ("abc", "a  abc\n\nbc", "é ab", "  \n"):
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False).ids == expected and ours.decode(expected) == text
+    assert ours.encode("a").ids == [2, vocab["a"]] and end_tokens(header) == [1, vocab["<turn|>"]]
 
 
 @pytest.mark.parametrize(

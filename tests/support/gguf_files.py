@@ -32,13 +32,18 @@ HELD: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 7.0, "layer_types": ...},
     "qwen3_5_text": {"linear_num_key_heads": 2, "linear_num_value_heads": 6},
     "qwen3_5_moe_text": {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "qwen3_next": {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "mlp_only_layers": [],
+                   "norm_topk_prob": True},
+    "gemma4_text": {"attention_bias": False, "rope_parameters": ..., "sliding_window": 9},
+    "gemma4_unified_text": {"attention_bias": False, "rope_parameters": ..., "sliding_window": 9},
 }  # fmt: skip
 ARCHITECTURES = {
     "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
     "ministral3": "mistral3", "granite": "granite", "seed_oss": "seed_oss", "smollm3": "smollm3", "phi3": "phi3",
     "olmo2": "olmo2", "olmo3": "olmo2", "glm4": "glm4", "gemma2": "gemma2", "gemma3_text": "gemma3",
     "stablelm": "stablelm", "starcoder2": "starcoder2", "gpt_oss": "gpt-oss",
-    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
+    "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4",
 }  # fmt: skip
 
 
@@ -73,13 +78,13 @@ class Converter:
             writer.add_layer_norm_rms_eps(fields["rms_norm_eps"])
         else:
             writer.add_layer_norm_eps(fields.get("layer_norm_eps") or fields["norm_epsilon"])
-        if self.kind not in ("granite", "phi3") and fields.get("head_dim"):
+        if self.kind not in ("granite", "phi3") and self.arch != "gemma4" and fields.get("head_dim"):
             writer.add_key_length(head_dim)
             writer.add_value_length(head_dim)
         experts = fields.get("num_local_experts") or fields.get("num_experts")
-        if experts:
+        if experts and (self.arch != "gemma4" or fields.get("enable_moe_block")):
             writer.add_expert_count(experts)
-            writer.add_expert_used_count(fields["num_experts_per_tok"])
+            writer.add_expert_used_count(fields.get("num_experts_per_tok") or fields["top_k_experts"])
         if "linear_num_key_heads" in fields:
             values = fields["linear_num_value_heads"]
             writer.add_ssm_conv_kernel(fields["linear_conv_kernel_dim"])
@@ -87,9 +92,9 @@ class Converter:
             writer.add_ssm_group_count(fields["linear_num_key_heads"])
             writer.add_ssm_time_step_rank(values)
             writer.add_ssm_inner_size(values * fields["linear_value_head_dim"])
-        if self.kind == "qwen3_5_moe_text":
+        if self.kind in ("qwen3_5_moe_text", "qwen3_next"):
             writer.add_expert_shared_feed_forward_length(fields["shared_expert_intermediate_size"])
-        if self.kind in ("qwen3_moe", "gpt_oss", "qwen3_5_moe_text"):
+        if self.kind in ("qwen3_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_next"):
             writer.add_expert_feed_forward_length(fields.get("moe_intermediate_size") or fields["intermediate_size"])
         if self.kind == "granite":
             writer.add_attention_scale(fields["attention_multiplier"])
@@ -105,7 +110,37 @@ class Converter:
             writer.add_sliding_window(fields["sliding_window"] or 0)
         if self.kind == "olmo3":
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in fields["layer_types"]])
+        if self.arch == "gemma4":
+            self._of_gemma4()
         self._rope(head_dim)
+
+    def _of_gemma4(self) -> None:
+        writer, fields, layers = self.writer, self.fields, self.fields["num_hidden_layers"]
+        local = [kind == "sliding_attention" for kind in fields["layer_types"]]
+        writer.add_sliding_window(fields["sliding_window"])
+        writer.add_sliding_window_pattern(local)
+        shared = fields.get("num_kv_shared_layers") or 0
+        writer.add_shared_kv_layers(shared)
+        writer.add_embedding_length_per_layer_input(fields.get("hidden_size_per_layer_input") or 0)
+        writer.add_key_length(fields["global_head_dim"])
+        writer.add_value_length(fields["global_head_dim"])
+        writer.add_key_length_swa(fields["head_dim"])
+        writer.add_value_length_swa(fields["head_dim"])
+        if fields.get("final_logit_softcapping") is not None:
+            writer.add_final_logit_softcapping(fields["final_logit_softcapping"])
+        if fields.get("use_double_wide_mlp"):
+            first, size = layers - shared, fields["intermediate_size"]
+            writer.add_feed_forward_length([size if layer < first else 2 * size for layer in range(layers)])
+        whole = fields.get("num_global_key_value_heads")
+        if whole is not None and fields.get("attention_k_eq_v"):
+            writer.add_head_count_kv([fields["num_key_value_heads"] if each else whole for each in local])
+        if fields.get("enable_moe_block"):
+            writer.add_expert_feed_forward_length(fields["moe_intermediate_size"])
+        writer.add_rope_dimension_count(fields["global_head_dim"])
+        writer.add_rope_dimension_count_swa(fields["head_dim"])
+        half = fields["global_head_dim"] // 2
+        turning = int(fields["rope_parameters"]["full_attention"]["partial_rotary_factor"] * half)
+        writer.add_tensor("rope_freqs.weight", np.array([1.0] * turning + [1e30] * (half - turning), np.float32))
 
     def _rope(self, head_dim: int) -> None:
         writer, table = self.writer, dict(self.fields["rope_parameters"])
@@ -115,7 +150,7 @@ class Converter:
         share = table.get("partial_rotary_factor") or self.fields.get("partial_rotary_factor")
         if self.arch in PERMUTED:
             writer.add_rope_dimension_count(head_dim)
-        elif self.kind in ("phi3", "glm4", "stablelm", "qwen3_5_text", "qwen3_5_moe_text"):
+        elif self.kind in ("phi3", "glm4", "stablelm", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
             writer.add_rope_dimension_count(int((1.0 if share is None else share) * head_dim))
         writer.add_rope_freq_base(table["rope_theta"])
         kinds = self.gguf.RopeScalingType
@@ -157,6 +192,12 @@ class Converter:
             if self.arch.startswith("qwen35") and ".experts." not in name:
                 self._of_qwen35(name, tensor, kind)
                 continue
+            if self.arch == "qwen3next" and ".experts." not in name:
+                self._of_qwen3next(name, tensor, kind)
+                continue
+            if self.arch == "gemma4":
+                self._tensor_of_gemma4(name, tensor, kind)
+                continue
             if self.arch in PERMUTED and ("q_proj." in name or "k_proj." in name):
                 heads = self.fields["num_attention_heads" if "q_proj." in name else "num_key_value_heads"]
                 tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
@@ -194,6 +235,29 @@ class Converter:
             tensor = -tensor.exp()
         self._add(name.replace(".dt_bias", ".dt_proj.bias"), tensor.squeeze(), kind)
 
+    def _of_qwen3next(self, name: str, tensor: torch.Tensor, kind: str) -> None:
+        """q, k, v and z of all heads instead of those of each key head; -exp(A_log); 1 more in the other norms."""
+        if "in_proj_qkvz." in name:
+            keys, each = self.fields["linear_num_key_heads"], self.fields["linear_num_value_heads"]
+            inner = each // keys * self.fields["linear_value_head_dim"]
+            sizes = [self.fields["linear_key_head_dim"]] * 2 + [inner] * 2
+            *qkv, z = (part.flatten(0, 1) for part in tensor.unflatten(0, (keys, -1)).split(sizes, 1))
+            self._add(name.replace("qkvz", "qkv"), torch.cat(qkv), kind)
+            self._add(name.replace("qkvz", "z"), z, "F32" if kind == "BF16" else kind)  # types may differ
+            return
+        if name.endswith("A_log"):
+            tensor = -tensor.exp()
+        elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            tensor = tensor + 1
+        self._add(name.replace(".dt_bias", ".dt_proj.bias"), tensor.squeeze(), kind)
+
+    def _tensor_of_gemma4(self, name: str, tensor: torch.Tensor, kind: str) -> None:
+        if name.endswith(("router.scale", "per_expert_scale")):
+            module = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
+            self.writer.add_tensor(f"blk.{name.split('.')[2]}.{module}.scale", tensor.float().numpy())
+        else:
+            self._add(name if name.endswith((".weight", ".bias")) else f"{name}.weight", tensor, kind)
+
     def _experts_of_gpt_oss(self, name: str, tensor: torch.Tensor, kind: str) -> None:
         is_bias, stem = name.endswith("_bias"), name.removesuffix("_bias")
         leaf = "bias" if is_bias else "weight"
@@ -227,7 +291,10 @@ def write_gguf(directory: Path, path: Path, kind: str = "F32", tokenizer: Any = 
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory)
-    converter = Converter(path, config.to_dict())
+    fields = config.to_dict()
+    if fields["model_type"].startswith("gemma4"):  # transformers turns the fields of both kinds of layers into others
+        fields |= json.loads((directory / "config.json").read_text())
+    converter = Converter(path, fields)
     converter.metadata()
     (tokenizer or no_tokenizer)(converter.writer)
     converter.tensors(load_file(directory / "model.safetensors"), kind)
