@@ -26,8 +26,8 @@ LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0") 
 PATTERNS = {  # tokenizer.ggml.pre -> the expression that splits a text into words
     **dict.fromkeys(LLAMA_3, NUMBERS), "dbrx": NUMBERS, "smaug-bpe": NUMBERS,
     "chatglm-bpe": NUMBERS, "glm4": NUMBERS, "qwen2": DIGITS, "deepseek-r1-qwen": DIGITS, "qwen35": MARKS,
-    "stablelm2": DIGITS, "gpt-4o": GPT_4O, "tekken": TEKKEN, "seed-coder": SEED, "gpt-2": GPT_2, "phi-2": GPT_2, "olmo": GPT_2,
-    "mpt": GPT_2, "default": GPT_2, "starcoder": ONE_DIGIT, "refact": ONE_DIGIT, "smollm": ONE_DIGIT,
+    "stablelm2": DIGITS, "gpt-4o": GPT_4O, "tekken": TEKKEN, "seed-coder": SEED, "gpt-2": GPT_2, "phi-2": GPT_2,
+    "olmo": GPT_2, "mpt": GPT_2, "default": GPT_2, "starcoder": ONE_DIGIT, "refact": ONE_DIGIT, "smollm": ONE_DIGIT,
     "codeshell": ONE_DIGIT, "command-r": ONE_DIGIT,
 }  # fmt: skip
 WHOLE_WORDS = (*LLAMA_3, "tekken")  # words of the vocabulary are not merged; BOS is the default
