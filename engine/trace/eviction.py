@@ -14,9 +14,14 @@ class EvictionPolicy(NamedTuple):
 
     words: str  # completes "the … blocks are evicted first"
     age: Callable[[Any], int]
+    is_known: bool = True  # False: `age` is not the order of the engine, which nothing tells in advance
 
 
 EVICTION_POLICIES = {
     "lru": EvictionPolicy("least recently used", lambda node: node.last_used),
     "fifo": EvictionPolicy("oldest", lambda node: node.id),  # node ids count up
+}
+STUDENT = "student"  # of `minitui exercise evict`; no engine can be started with it
+RECORDED_POLICIES = EVICTION_POLICIES | {
+    STUDENT: EvictionPolicy("student's choice", EVICTION_POLICIES["lru"].age, is_known=False)
 }

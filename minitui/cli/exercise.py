@@ -100,6 +100,8 @@ def _list() -> None:
 
 
 def _report(attempt: Attempt, path: Path, new: bool, saved: list[Path], json: bool) -> None:
+    from minitui.exercises.student import PRINTED
+
     if json:
         print(json_text(attempt.data | {"file": str(path), "recordings": list(map(str, saved))}, indent=2))
         return
@@ -107,6 +109,7 @@ def _report(attempt: Attempt, path: Path, new: bool, saved: list[Path], json: bo
         print(f"{path} is new: read it, change it, and run this command again.")
     print(attempt.words)
     if attempt.printed:
-        print("It printed:\n" + attempt.printed.rstrip())
+        end = f" (the last {PRINTED:,} characters)" if len(attempt.printed) == PRINTED else ""
+        print(f"It printed{end}:\n{attempt.printed.rstrip()}")
     if len(saved) == 2:
         print(f"saved: minitui compare {saved[0]} {saved[1]}")

@@ -133,7 +133,7 @@ class Attempts:
     def _record(self, path: Path, name: str, run: dict[str, Any], mark: tuple[str, int | None]) -> None:
         setting = self.exercise.work().setting
         info = EngineInfo(
-            model=f"exercise {self.exercise.name}, {name}", device="simulated", random_text=True,
+            model=f"{self.exercise.name}, {name}", device="simulated", random_text=True,
             max_model_len=setting.context,
         )  # fmt: skip
         snapshot = check.snapshot(run["snapshot"])

@@ -179,8 +179,14 @@ class Drawing:
             raise Broken(f"seeds {a} and {b} drew the same {len(common)} tokens: the seed has no effect")
         repeats = [(text[at], text[at + TABLES]) for text in texts.values() for at in text if at + TABLES in text]
         if len(repeats) >= FEWEST and all(a == b for a, b in repeats):
-            raise Broken(f"a request draws the same token whenever it has the same logits, {len(repeats)} times of "
-                         f"{len(repeats)}: the position has no effect")  # fmt: skip
+            raise Broken(f"a request draws the same token whenever it has the same logits, {len(repeats):,} times of "
+                         f"{len(repeats):,}: the position has no effect")  # fmt: skip
+        sums = [(a, b, token, texts[b][at - (b - a)]) for a, b in combinations(texts, 2) if (b - a) % TABLES == 0
+                for at, token in texts[a].items() if at - (b - a) in texts[b]]  # fmt: skip
+        if len(sums) >= FEWEST and all(one == other for *_, one, other in sums):
+            a, b = sums[0][:2]
+            raise Broken(f"seed {a} at any position, and seed {b} at a position that is smaller by {b - a}, drew the "
+                         f"same token, {len(sums):,} times of {len(sums):,}: only their sum has an effect")  # fmt: skip
         tried = [one for one in warm if one.moved is not None]
         changed = sum(1 for one in tried if one.moved != one.token)
         if tried and changed > CHANGED * len(tried):

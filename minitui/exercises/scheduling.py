@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from engine.core.node import Node as TreeNode
 from engine.core.request import Request, RequestState
+from engine.trace.eviction import STUDENT
 from minitui.exercises.student import Broken, Student, shown
 from minitui.exercises.trial import Trial
 from minitui.exercises.views import Node, Running, Waiting
@@ -52,7 +53,7 @@ class StudentOrder:
 
     def _checked(self, views: list[Waiting], order: object) -> list[Waiting]:
         student = self._student
-        if not isinstance(order, (list, tuple)):
+        if isinstance(order, Waiting) or not isinstance(order, (list, tuple)):
             raise student.broken(f"`admit` returned {shown(order)}, which is no list of requests")
         seen: set[int] = set()
         for one in order:
@@ -106,6 +107,7 @@ def evict(trial: Trial, student: Student) -> None:
         return tree.nodes[chosen.id]
 
     tree.next_leaf = next_leaf
+    trial.engine.cache.eviction_policy = STUDENT
 
 
 def evict_end(trial: Trial, reference: Trial) -> None:
@@ -117,7 +119,7 @@ def evict_end(trial: Trial, reference: Trial) -> None:
     where = f": the first of them in step {missed.match[1]:,}, and r{missed.id} asked for it again" if missed else ""
     raise Broken(
         f"texts were evicted that were needed soon{where}; {ours:,} prompt tokens were computed, with the reference "
-        f"{theirs:,}", missed.match[1] if missed else None,
+        f"{theirs:,}; more than {MORE_COMPUTED:g} times as many are too many", missed.match[1] if missed else None,
     )  # fmt: skip
 
 
@@ -161,17 +163,18 @@ def preempt(trial: Trial, student: Student) -> None:
         chosen = student(list(views), request.id)
         if chosen is None:
             raise student.broken(
-                f"nobody was preempted: r{request.id} needs a block, all {trial.setting.blocks} are in use, and no "
+                f"`preempt` returned None: r{request.id} needs a block, all {trial.setting.blocks} are in use, and no "
                 "request can go on"
             )
         if chosen not in views:
-            gone = isinstance(chosen, Running) and f"r{chosen.id}, as it was before: it is not running like that now"
-            raise student.broken(f"`preempt` returned {gone or shown(chosen)}, which is none of the running requests")
+            gone = isinstance(chosen, Running) and f"r{chosen.id} as it was before, not as it runs now"
+            wrong = gone or f"{shown(chosen)}, which is none of the running requests"
+            raise student.broken(f"`preempt` returned {wrong}")
         first = min(view.id for view in views)
         if chosen.id == first and len(views) > 1:
             raise student.broken(
-                f"r{first} was preempted, which came before all others that run: it must come to its end, or perhaps "
-                "none does"
+                f"r{first} was preempted, but it came before all others that run: if not even the first can reach its "
+                "end, perhaps no request does"
             )
         return next(r for r in running if r.id == chosen.id)
 

@@ -92,9 +92,9 @@ class Student:
             return self._function(*arguments)
 
     def broken(self, sentence: str) -> Broken:
-        """Returns an error with the sentence "… at step 12"."""
+        """Returns an error with the sentence "at step 12, …"."""
         step = self.step() if self.step is not None else None
-        return Broken(sentence if step is None else f"{sentence}, at step {step:,}", step)
+        return Broken(sentence if step is None else f"at step {step:,}, {sentence}", step)
 
     @contextmanager
     def watched(self, what: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from engine.info import EngineInfo
-from engine.trace.eviction import EVICTION_POLICIES
+from engine.trace.eviction import RECORDED_POLICIES
 from engine.trace.kind import (
     FAULTS,
     KINDS,
@@ -49,7 +49,7 @@ MOST_HELD = MOST_VALUES  # entries in the block tables of all requests together
 SNAPSHOT: dict[str, Bound] = {
     "seq": sequence, "t": duration, "step": position, "num_blocks": positive, "block_size": positive,
     "budget": positive, "max_num_seqs": positive,
-    "eviction_policy": later(one_of(*EVICTION_POLICIES)), "gate": gate_state, "pace": factor, "queue": counts,
+    "eviction_policy": later(one_of(*RECORDED_POLICIES)), "gate": gate_state, "pace": factor, "queue": counts,
 }  # fmt: skip
 WORDS = rows(count, Bound(lambda word: type(word) is str and all(map("\u0100".__gt__, word))))
 

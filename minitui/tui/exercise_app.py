@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from minitui.trace.reader import TraceReader
 from minitui.tui.replay_app import ReplayApp
 from minitui.tui.screens.exercise import ExerciseCompareScreen, ExerciseScreen, Now
 from minitui.viewmodel.compare.runs import recorded_view
+from minitui.viewmodel.places import KINDS
 from minitui.viewmodel.view import View
 
 WATCH_S = 0.3  # seconds between two looks at the file
@@ -146,6 +148,8 @@ class ExerciseApp(ReplayApp):
         await self._move_playhead(step)
         if step < last:
             replay.set_paused(True)  # at the end nothing is paused: what was decided last is played, too
+        named = re.search(r"\b(b|n|r)(?:lock |ode )?(\d+)", attempt.broken)  # the first thing in the sentence
+        self.view.select(KINDS[named[1]], int(named[2])) if named else self.view.select(None)
 
     def action_edit(self) -> None:
         """Open the file in the user's editor. One in the terminal takes the screen until it ends."""

@@ -41,7 +41,8 @@ class Setting:
             blocks=info.num_blocks, block_size=info.block_size,
             context=info.max_model_len or MOST["max_model_len"],
             policy=info.scheduling_policy if info.scheduling_policy in CHOICES["scheduling_policy"] else "fcfs",
-            eviction=snapshot.get("eviction_policy", "lru"), cache=info.prefix_caching is not False,
+            eviction=eviction if (eviction := snapshot.get("eviction_policy")) in CHOICES["eviction_policy"] else "lru",
+            cache=info.prefix_caching is not False,
             chunking=info.chunked_prefill is not False, speculation=int(drafts.get("tokens", 0)),
             watermark=0.0 if info.engine else WATERMARK,
         )  # fmt: skip

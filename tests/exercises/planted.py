@@ -4,17 +4,18 @@ that keep all rules."""
 PLANTED: dict[str, dict[str, tuple[str, str]]] = {
     "admit": {
         "starves": ("return sorted(waiting, key=lambda r: r.prompt)", r"r\d+ starves: 25 requests that came later"),
-        "loses": ("return waiting[:5]", r"r\d+ waits, and is not in the list .* lost, at step \d+"),
+        "loses": ("return waiting[:5]", r"^at step \d+, r\d+ waits, and is not in the list .* lost$"),
         "doubles": ("return [*waiting, waiting[0]]", r"r1 is twice in the list"),
+        "one": ("return waiting[0]", r"returned Waiting\(id=1,.*, which is no list of requests"),
         "ids": ("return [r.id for r in waiting]", r"a list with 1, which is no request of the queue"),
     },
     "evict": {
         "in use": ("return max(nodes, key=lambda n: len(n.users))",
-                   r"block \d+ was evicted while r\d+ used it, at step \d+"),
+                   r"^at step \d+, block \d+ was evicted while r\d+ used it$"),
         "middle": ("return min((n for n in nodes if not n.users), key=lambda n: -len(n.children))",
                    r"node \d+ was evicted while node \d+ continues its text"),
         "most recent": ("return max((n for n in nodes if not n.users and not n.children), key=lambda n: n.last_used)",
-                        r"texts were evicted that were needed soon: the first of them in step \d+"),
+                        r"texts were evicted that were needed soon: the first of them in step \d+, .* than 1\.1 times"),
         "nothing": ("for n in nodes:\n        if n.users and not n.users:\n            return n",
                     r"`evict` returned None, which is none of the nodes"),
     },
@@ -26,12 +27,12 @@ PLANTED: dict[str, dict[str, tuple[str, str]]] = {
         "tiny": ("return 1", r"the chunks are too short: .*; more than 1.5 times as much is too long"),
     },
     "preempt": {
-        "oldest": ("return running[0]", r"r\d+ was preempted, which came before all others that run"),
-        "never": ("pass", r"nobody was preempted: r\d+ needs a block, all 44 are in use"),
+        "oldest": ("return running[0]", r"r\d+ was preempted, but it came before all others that run"),
+        "never": ("pass", r"`preempt` returned None: r\d+ needs a block, all 44 are in use"),
         "stale": ("kept.extend(running)\n    return kept[-1] if len(kept) == len(running) else kept[1]",
-                  r"returned r\d+, as it was before: it is not running like that now"),
+                  r"returned r\d+ as it was before, not as it runs now"),
         "raises": ("return [r for r in running if r.blocks > 1000][0]",
-                   r"`preempt` raised IndexError in line 5: list index out of range, at step \d+"),
+                   r"^at step \d+, `preempt` raised IndexError in line 5: list index out of range$"),
     },
     "sample": {
         "global": ("import random\n    return random.randrange(len(logits))",
@@ -47,6 +48,8 @@ PLANTED: dict[str, dict[str, tuple[str, str]]] = {
         "seed": ("return draw(logits, temperature, 7, position)", r"seeds \d+ and \d+ drew the same \d+ tokens"),
         "position": ("return draw(logits, temperature, seed, 7)",
                      r"a request draws the same token whenever it has the same logits"),
+        "sum": ("return draw(logits, temperature, 7, seed + position)",
+                r"seed \d+ at any position, and seed \d+ .* only their sum has an effect"),
         "biased": ("t = draw(logits, temperature, seed, position)\n"
                    "    return t if t or not temperature else 1",
                    r"softmax expects \d+: the draws are biased"),

@@ -89,7 +89,7 @@ def test_an_attempt_has_both_runs_and_opens_at_the_step_of_the_fault(attempts, t
     path.write_text(source("evict", PLANTED["evict"]["in use"][0]), encoding="utf-8")
     assert not begin(EXERCISES["evict"], path), "what the student wrote stays"
     found = attempts.run(path)
-    assert not found.passed and found.score is None and found.words.startswith("Not yet: block ")
+    assert not found.passed and found.score is None and found.words.startswith(f"Not yet: at step {found.step}, block ")
     ours = TraceReader(found.runs[1])
     ours.check()
     assert (found.step, f"{found.broken}") in ours.bookmarks and ours.last_step in (found.step, found.step - 1)
@@ -113,7 +113,7 @@ TRIES = """
     raise SystemExit
 """
 HARM = {
-    "ends never": ("while True: pass", "`evict` did not end: a run may take 0.4 s of processor time, at step"),
+    "ends never": ("while True: pass", ", `evict` did not end: a run may take 0.4 s of processor time"),
     "catches everything": ("while True:\n        try:\n            while True: pass\n"
                            "        except BaseException: pass", "did not end"),
     "keeps all memory": ("kept = []\n    while True: kept.append(bytes(1 << 22))", "used more memory than an exercise"),
@@ -145,7 +145,7 @@ def test_the_command_prints_the_result_and_saves_both_runs(tmp_path, monkeypatch
     here = Here(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     first = here("exercise", "chunk", "--plain")
-    assert first.returncode == 1 and "exercise_chunk.py is new" in first.stdout and "Not yet: `chunk`" in first.stdout
+    assert first.returncode == 1 and "exercise_chunk.py is new" in first.stdout and "step 12, `chunk` returned" in first.stdout
     Path("exercise_chunk.py").write_text(source("chunk", GOOD["chunk"]), encoding="utf-8")
     found = here("exercise", "chunk", "--json", "--save", "run")
     data = json.loads(found.stdout)

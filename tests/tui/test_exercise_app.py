@@ -10,6 +10,7 @@ from minitui.exercises.table import EXERCISES
 from minitui.settings import Settings
 from minitui.tui.exercise_app import ExerciseApp, ExerciseSource
 from minitui.tui.screens.exercise import ExerciseCompareScreen, ExerciseScreen
+from minitui.tui.widgets.inspect.tree import RadixTree
 from tests.exercises.planted import GOOD, PLANTED, source
 from tests.support.driving import press, until
 
@@ -26,12 +27,16 @@ async def test_a_file_that_is_saved_runs_and_the_panels_go_to_the_step_of_its_fa
     async with app.run_test(size=(150, 44)) as pilot:
         screen = app.screen
         assert isinstance(screen, ExerciseScreen)
-        await until(pilot, lambda: screen.is_mounted and "Not yet: block" in screen.result.text)
+        await until(pilot, lambda: screen.is_mounted and ", block" in screen.result.text)
         attempt = app.exercise_source.attempt
         assert attempt is not None and attempt.step is not None
         await until(pilot, lambda: app.replay.ended)
         assert app.replay.trace.last_step == attempt.step - 1, "the step is planned, and never ends"
         assert "def evict(nodes):" in screen.file.text
+        await until(pilot, lambda: app.view.selection is not None)
+        chosen = app.view.selection
+        assert chosen is not None and f"{chosen.kind} {chosen.id} was evicted while" in attempt.broken
+        assert "evict " not in screen.query_one("#tree", RadixTree).text, "nothing tells the student's order"
         # A fault of the whole run is shown at its step, and the run goes on after it.
         app.exercise_source.file.write_text(source("evict", PLANTED["evict"]["most recent"][0]), encoding="utf-8")
         await until(pilot, lambda: "needed soon" in " ".join(screen.result.text.split()))

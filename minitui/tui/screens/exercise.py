@@ -27,7 +27,6 @@ from minitui.viewmodel.view import View
 from minitui.visible import visible_line
 
 WIDE = 110  # columns: the panels are beside the file, else below the result
-LRU = "What the panels say about the order of eviction is the reference's order (LRU), not yours."
 PRINTED = 4  # lines of what the code printed
 
 
@@ -85,20 +84,18 @@ class ResultPanel(LinePanel):
         elif attempt is not None:
             rows += wrapped(clean(attempt.words), "good" if attempt.passed else "bad", width)
             rows += wrapped(self._next(attempt), "ink", width)
-            if attempt.exercise.name == "evict":
-                rows += wrapped(LRU, "dim", width)
             printed = attempt.printed.rstrip().splitlines()[-PRINTED:]
             rows += [Row("| ", "dim").add(clean(line), "ink").done(width) for line in printed]
-        title = f"{self.exercise.name}: {self.exercise.teaches}"
-        note = [("runs", "hit")] if self.running else []
-        return Picture(rows or [Row("the file runs", "dim").done(width)], title, note=note, brief=self.TITLE)
+        if self.running:
+            rows = wrapped("The file runs. Before, the result was:" if rows else "The file runs.", "hit", width) + rows
+        return Picture(rows, f"{self.TITLE} · {self.exercise.name}")
 
     @staticmethod
     def _next(attempt: Attempt) -> str:
         if attempt.passed:
             return "4 shows both runs on one clock. Save the file again to try another idea."
         if attempt.step is not None:
-            return f"The panels show step {attempt.step:,}: comma and . step back and forward, 2 and 3 show more."
+            return "The panels show the engine at this step: , and . step back and forward, 2 and 3 show more."
         shown = " The panels show the run of the reference." if len(attempt.runs) == 1 else ""
         return f"Change the file and save it: it runs again at once.{shown}"
 

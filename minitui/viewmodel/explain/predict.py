@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from engine.trace.eviction import EVICTION_POLICIES
+from engine.trace.eviction import RECORDED_POLICIES
 from engine.trace.records import CLEARED
 from minitui.text import count
 
@@ -85,7 +85,7 @@ def _which_is_evicted(view: View, step: int, events: list) -> Question | None:
         return f"{role} {text[:24]}"
 
     unheld = [node for node in state.nodes.values() if node.id and not node.users and node.id != event.node]
-    unheld.sort(key=EVICTION_POLICIES[state.eviction_policy].age, reverse=True)
+    unheld.sort(key=RECORDED_POLICIES[state.eviction_policy].age, reverse=True)
     blocks = "1 block is" if state.counts[0] == 1 else f"{state.counts[0]:,} blocks are"
     text = f"{event.record.reason}, and {blocks} free. Which of the unused texts is evicted?"
     return _question(step, text, quote(event.node), [quote(node.id) for node in unheld])

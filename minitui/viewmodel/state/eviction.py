@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator
 from itertools import islice
 
-from engine.trace.eviction import EVICTION_POLICIES
+from engine.trace.eviction import RECORDED_POLICIES
 from engine.trace.state import State
 from engine.trace.views import CACHED, FREE, NodeView
 from minitui.text import count
@@ -17,11 +17,13 @@ PRESSURE_BLOCKS, PRESSURE_SHARE = 4, 0.05  # a pool is under pressure from this 
 class EvictionOrder:
     """The nodes that no request holds, in the order in which the engine evicts them, in one state.
 
-    As in the engine, the leaf with the smallest age comes next, and a node becomes a leaf with its last child.
+    As in the engine, the leaf with the smallest age comes next, and a node becomes a leaf with its last child. Without
+    nodes if the order is not known.
     """
 
     def __init__(self, state: State) -> None:
-        age, nodes = EVICTION_POLICIES[state.eviction_policy].age, state.nodes
+        _, age, self.is_known = RECORDED_POLICIES[state.eviction_policy]
+        nodes = state.nodes if self.is_known else {}
         children = {node.id: len(node.children) for node in nodes.values() if not node.users and node.id}
         leaves = [(age(nodes[id]), id) for id, number in children.items() if not number]
         heapq.heapify(leaves)
@@ -36,7 +38,7 @@ class EvictionOrder:
         self._ranks = {node.id: rank for rank, node in enumerate(self.nodes, 1)}
 
     def rank(self, node: NodeView) -> int:
-        """Returns the place of a node in the order, from 1; 0 if requests hold the node."""
+        """Returns the place of a node in the order, from 1; 0 if requests hold the node, or the order is not known."""
         return self._ranks.get(node.id, 0)
 
     def blocks(self) -> Iterator[tuple[NodeView, int]]:
@@ -71,6 +73,8 @@ def pressure_words(state: State, order: EvictionOrder, most: int, brief: bool = 
     fewer words."""
     if state.free is None and state.counts[FREE]:
         return "unknown: their order is not recorded"
+    if not order.is_known:
+        return "a student chooses"
     free, evicted = next_blocks(state, order, most)
     more = state.counts[FREE] + state.counts[CACHED] - most
     numbers = [", ".join(map(str, blocks)) for blocks in (free, [block for _, block in evicted])]

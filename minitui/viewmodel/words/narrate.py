@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from engine.trace.eviction import EVICTION_POLICIES
+from engine.trace.eviction import RECORDED_POLICIES
 from engine.trace.records import CLEARED
 from minitui.text import count, listed, match_reason
 from minitui.viewmodel.explain.causes import explain
@@ -98,7 +98,7 @@ def _evictions(view: View, events: list[Event]) -> list[str]:
             blocks[record.reason] += record.blocks * (record.reason != CLEARED)
         reasons = [reason for reason, n in blocks.most_common() if n]  # of most blocks first
         others = [count(len(reasons) - NAMED, "other request")] if len(reasons) > NAMED else []
-        words = EVICTION_POLICIES[view.history.live.state.eviction_policy].words
+        words = RECORDED_POLICIES[view.history.live.state.eviction_policy].words
         order = f"is evicted, the {words}" if total == 1 else f"are evicted, {words} first"
         why = listed([*reasons[:NAMED], *others])
         sentences.append(f"{count(total, 'block')} that no request held {order} ({why}).")

@@ -26,9 +26,11 @@ def summary(view: View) -> list[str]:
     share = f": {100 * reused.hit_rate:.1f} % of all" if reused.hit_rate is not None else ""
     again = f"; resumed requests took {count(reused.resumed, 'token')} from the cache again" if reused.resumed else ""
     nodes = "; ".join(_node(node) for node in view.moment.tree.evicted_next(live, view.texts.decode))
+    known = view.moment.tree.eviction(live).is_known
+    none = "nothing, requests hold all cached texts" if known else "unknown"
     texts = [
         f"the cache saved {saved} {view.moment.last_minute}{working}{share}{again}",
-        f"evicted next: {nodes or 'nothing, requests hold all cached texts'} · {free_words(state)}",
+        f"evicted next: {nodes or none} · {free_words(state)}",
     ]
     texts += [f"{pool.group.name}: evicted next {eviction_words(state, pool)}" for pool in state.groups]
     if is_under_pressure(state):

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from zlib import crc32
 
-from engine.trace.eviction import EVICTION_POLICIES
+from engine.trace.eviction import RECORDED_POLICIES
 from minitui.viewmodel.explain.cut_hits import CUT, why_ended
 from minitui.viewmodel.history.events import PAGES, Event, describe
 from minitui.viewmodel.history.history import History
@@ -92,6 +92,6 @@ class Texts:
                 why = why_ended(history, lane, record.stop, record.at, record.tokens, record.detail)
                 return describe(event, lane, why=why)  # not kept: the time is known when its prefill ends
             else:
-                words = describe(event, lane, quote, order=EVICTION_POLICIES[history.live.state.eviction_policy].words)
+                words = describe(event, lane, quote, order=RECORDED_POLICIES[history.live.state.eviction_policy].words)
             self._events[event.seq] = words
         return words
