@@ -25,6 +25,14 @@ from tests.support.packing import FORMATS, awq, compressed, gptq, mxfp4, pack_qu
 from tests.support.parity import PROMPT, last_logits, our_logits, their_logits
 from tests.support.ranks import run_in_threads
 
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 16, "layer_types": ...,
+    "full_attention_interval": 2, "mlp_only_layers": ...,
+}  # fmt: skip
+HYBRID: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": DELTA, "qwen3_next": DELTA, "gemma4_text": {"attention_bias": False, "enable_moe_block": False},
+}
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
 
 
@@ -61,6 +69,19 @@ def test_rows_are_reordered_split_and_scaled_after_they_are_expanded(kind: str, 
     theirs = checkpoint(kind, seed, tmp_path / "plain")
     quantise(theirs, tmp_path / "plain", tmp_path / "m", "gptq")
     expected = their_logits(theirs, prompt(0, PROMPT)).log_softmax(-1)
+    torch.testing.assert_close(logits(tmp_path / "m"), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks", "int4 groups"])
+@pytest.mark.parametrize("kind", HYBRID)
+def test_hybrid_models_compute_what_their_quantised_matrices_stand_for(kind: str, name: str, tmp_path: Path) -> None:
+    """Projections of delta rules, gated queries, heads of two sizes, per-layer embeddings."""
+    (tmp_path / "plain").mkdir()
+    theirs = checkpoint(kind, 1, tmp_path / "plain", **HYBRID[kind])
+    before = their_logits(theirs, prompt(0, PROMPT)).log_softmax(-1)
+    quantise(theirs, tmp_path / "plain", tmp_path / "m", name)
+    expected = their_logits(theirs, prompt(0, PROMPT)).log_softmax(-1)
+    assert not torch.allclose(before, expected, rtol=0, atol=1e-3)
     torch.testing.assert_close(logits(tmp_path / "m"), expected, rtol=0, atol=1e-5)
 
 

@@ -7,6 +7,7 @@ are written from the formats' descriptions and share no code with engine/model/p
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,7 @@ def quantise(model: Any, source: Path, directory: Path, name: str) -> None:
     (directory / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
     tensors = load_file(source / "model.safetensors")
     state = model.state_dict()
-    for key in [key for key in tensors if "_proj.weight" in key]:
+    for key in [key for key in tensors if re.search(r"_proj(_\w+)?\.weight", key)]:
         store = next((store for part, store in stores.items() if part in key), None)
         if store is None:
             continue
