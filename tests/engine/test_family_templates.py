@@ -223,6 +223,60 @@ def test_the_calls_of_every_family_are_found(name: str, tmp_path: Path) -> None:
     assert "".join(part.content for part in (parser.push(reply), parser.flush())) == reply, "no tools are offered"
 
 
+ARGUMENTS = {
+    "n": 5, "x": 0.5, "yes": True, "none": None, "text": "two\n\n  lines, and 12", "digits": "12", "list": [1, "a"],
+    "object": {"a": {"b": "é <c>"}}, "maybe": 7, "nothing": None, "maybe_text": "7",
+}  # fmt: skip
+PARAMETERS: dict[str, Any] = {
+    "n": {"type": "integer"}, "x": {"type": "number"}, "yes": {"type": "boolean"}, "none": {"type": "null"},
+    "text": {"type": "string"}, "digits": {"type": "string"}, "list": {"type": "array"}, "object": {"type": "object"},
+    "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "nothing": {"type": ["string", "null"]},
+    "maybe_text": {"oneOf": [{"type": "string"}, {"type": "null"}]},
+}  # fmt: skip
+
+
+def test_calls_of_qwen35_are_parsed_from_what_its_template_writes(tmp_path: Path) -> None:
+    """A whole turn: a question, two calls, their results, an answer; thinking of this turn stays in the prompt."""
+    from transformers import PreTrainedTokenizerFast
+
+    from minitui.server.openai.reply_parser import ReplyParser
+
+    ours = made("Qwen3.5", tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": PARAMETERS}}}, TOOLS[0]]
+    calls = [("f", ARGUMENTS), ("now", {})]
+
+    def asked(as_text: bool) -> list[dict[str, Any]]:
+        written = [
+            {"id": f"c{i}", "type": "function",
+             "function": {"name": name, "arguments": json.dumps(given) if as_text else given}}
+            for i, (name, given) in enumerate(calls)
+        ]  # fmt: skip
+        return [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "I ask.", "reasoning_content": "Hm.", "tool_calls": written},
+            {"role": "tool", "tool_call_id": "c0", "content": "one"},
+            {"role": "tool", "tool_call_id": "c1", "content": "two"},
+        ]
+
+    messages, offered = for_template(asked(True), tools, ours.chat_template or "")
+    text = ours.render_chat(messages, tools=offered)
+    assert text == theirs.apply_chat_template(asked(False), tools=tools, add_generation_prompt=True, tokenize=False)
+    assert text.endswith("<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
+                         "<|im_start|>assistant\n<think>\n")  # fmt: skip
+    later = ours.render_chat([*messages, {"role": "assistant", "content": "So."}, {"role": "user", "content": "More"}])
+    assert "Hm." in text and "Hm." not in later
+    reply = text.partition("<|im_start|>assistant\n<think>\n")[2].partition("<|im_end|>")[0]
+    for pieces in (list(reply), [reply]):
+        parser = ReplyParser(thinking=True, tools=tools)
+        parts = [*map(parser.push, pieces), parser.flush()]
+        assert "".join(part.reasoning for part in parts).strip() == "Hm."
+        assert "".join(part.content for part in parts) == "I ask."
+        found = [call["function"] for part in parts for call in part.calls]
+        assert [(call["name"], json.loads(call["arguments"])) for call in found] == calls
+    ours.stop_rendering()
+
+
 @pytest.mark.parametrize(
     ("reply", "content"),
     [

@@ -31,6 +31,30 @@ GEMMA_TURNS = (
     "(first if loop.first and first else '') + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
+QWEN35 = (  # calls in tags, thinking of the turns after the last question only
+    "{% if tools %}{{ '<|im_start|>system\n# Tools\n<tools>' }}"
+    "{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{{ '\n</tools>' }}"
+    "{% if messages[0].role == 'system' %}{{ '\n\n' + messages[0].content }}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% elif messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}"
+    "{% endif %}"
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% if ns.last < 0 %}{{ raise_exception('No user query found in messages.') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>user\n' + m.content | trim + '<|im_end|>\n' }}"
+    "{% elif m.role == 'assistant' %}{% set thought = m.reasoning_content | default('', true) | trim %}"
+    "{{ '<|im_start|>assistant\n' }}"
+    "{% if thought and loop.index0 > ns.last %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}"
+    "{% set content = (m.content or '') | trim %}{{ content }}{% for call in m.tool_calls or [] %}"
+    "{{ ('\n\n' if content else '') if loop.first else '\n' }}"
+    "{{ '<tool_call>\n<function=' + call.function.name + '>\n' }}"
+    "{% for name, value in call.function.arguments | items %}{{ '<parameter=' + name + '>\n' }}"
+    "{{ value if value is string else value | tojson if value is mapping or value is sequence else value | string }}"
+    "{{ '\n</parameter>\n' }}{% endfor %}{{ '</function>\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% elif m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}"
+)
 FORMATS = {
     "Gemma 2": Format(
         "<bos> <start_of_turn> <end_of_turn> <eos>",
@@ -106,6 +130,19 @@ FORMATS = {
         },
         {"enable_thinking": False},
         "<|im_start|>assistant\n<think>\n\n</think>\n",
+    ),
+    "Qwen3.5": Format(
+        "<|endoftext|> <|im_start|> <|im_end|>",
+        QWEN35,
+        {
+            "one question": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n",
+            "a system prompt": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n",
+            "two turns": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
+            "<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n<think>\n",
+        },
+        {"enable_thinking": False, "tools": [TOOL]},
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n",
     ),
     "Phi-4-mini": Format(
         "<|endoftext|> <|system|> <|user|> <|assistant|> <|tool|> <|/tool|> <|end|>",

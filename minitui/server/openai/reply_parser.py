@@ -161,7 +161,7 @@ class ReplyParser:
             return
         if isinstance(arguments, dict):
             types = self._types.get(name, {})
-            arguments = {key: _typed(value, types.get(key)) for key, value in arguments.items()}
+            arguments = {key: _typed(value, types.get(key, [])) for key, value in arguments.items()}
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         parts.calls.append(_call(name, written))
 
@@ -201,16 +201,26 @@ def _tagged(text: str) -> Call | None:
     return found[1], dict(PARAMETER.findall(found[2]))
 
 
-def _types(schema: Any) -> dict[str, Any]:
-    """Returns the types of the parameters in a JSON schema, by name."""
+def _types(schema: Any) -> dict[str, list[Any]]:
+    """Returns the types that each parameter in a JSON schema may have, also those of alternatives ("int or null")."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     found = properties.items() if isinstance(properties, dict) else ()
-    return {name: each.get("type") for name, each in found if isinstance(each, dict)}
+    return {name: _kinds(each) for name, each in found if isinstance(each, dict)}
 
 
-def _typed(value: Any, types: Any) -> Any:
+def _kinds(schema: dict[str, Any]) -> list[Any]:
+    options = [schema, *(one for name in ("anyOf", "oneOf") for one in _list(schema.get(name)))]
+    return [kind for one in options if isinstance(one, dict) for kind in _list(one.get("type"))]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _typed(value: Any, wanted: list[Any]) -> Any:
     """Returns the value of a text if the tool wants no text: some families write all arguments as text."""
-    wanted = types if isinstance(types, list) else [types]
+    if value in ("null", "None") and "null" in wanted:
+        return None
     if not isinstance(value, str) or not set(map(str, wanted)) <= set(KINDS):
         return value
     try:
