@@ -17,9 +17,7 @@ import contextlib
 import os
 import pickle
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -34,6 +32,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.info import EngineInfo
 from engine.params import SamplingParams
+from engine.process import early_process
 from engine.process.commands import MAX_UNSENT, Command, Outbox
 from engine.process.heartbeat import TICK_S, Condition, Watch
 from engine.process.stream import Stream
@@ -116,7 +115,7 @@ class EngineClient:
         self._disconnect()
         self._waiting.fail(EngineDead("the engine was started again"))
         try:
-            process, connection = start_process(self.log_file)
+            process, connection = early_process.take(self.log_file)
         except OSError as error:
             self.error = f"the engine process could not be started with the log file {self.log_file}: {error}"
             raise EngineError(self.error) from error
@@ -299,45 +298,13 @@ class EngineClient:
             deadline = time.monotonic() + CLOSE_S
             while process.poll() is None and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)
-        end_process(process)
+        early_process.end(process)
 
     def kill(self) -> None:
         """Kill the process and its children at once. Safe at any time, also without a running loop."""
         self._closing = True
         if self._process is not None:
-            end_process(self._process)
-
-
-def start_process(log_file: Path) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start a process that writes to `log_file`; return it with the client's end of its socket. Raises OSError."""
-    ours, theirs = socket.socketpair()
-    environment = dict(os.environ)
-    # The engine's waiting threads sleep instead of spinning, because the user interface needs the cores.
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    environment.setdefault("KMP_BLOCKTIME", "0")
-    environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
-    try:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log_file.open("ab") as log:
-            process = subprocess.Popen(
-                # -P: do not import files of the current directory by accident.
-                [sys.executable, "-P", "-m", "engine.process.server", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
-                start_new_session=True, env=environment,
-            )  # fmt: skip
-    except OSError:
-        ours.close()
-        raise
-    return process, Connection(ours.detach())
-
-
-def end_process(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and its children, and wait for it."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a system call may delay the end of the process
-            process.wait(timeout=CLOSE_S)
+            early_process.end(self._process)
 
 
 class UnreadRecords:

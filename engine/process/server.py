@@ -20,6 +20,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from engine.core.host_pauses import watch_stops
@@ -61,17 +62,20 @@ def main(fd: int) -> int:
     writer = Writer(connection)
     heart = Heart(writer.send_beat)
     threading.Thread(target=_read, args=(connection, commands), name="reader", daemon=True).start()
+    importing = threading.Thread(target=import_torch, name="import torch", daemon=True)
+    importing.start()  # while the client gets ready
     command: Command | None = commands.get()
     status = 0
     while command is not None and command.kind == "start" and not status:
         heart.begin("load")
-        status, command = _serve(command, commands, writer, heart)
+        status, command = _serve(command, commands, writer, heart, importing.join)
     writer.close()
     return status
 
 
 def _serve(
-    command: Command, commands: queue.SimpleQueue[Command], writer: Writer, heart: Heart
+    command: Command, commands: queue.SimpleQueue[Command], writer: Writer, heart: Heart,
+    before_torch: Callable[[], None],
 ) -> tuple[int, Command | None]:
     """Build an engine and serve it; return the exit status and the command that asks for another engine, if any."""
     from engine.build import as_engine_error, build_engine
@@ -84,7 +88,7 @@ def _serve(
             command.arguments[0],
             on_progress=lambda progress: writer.send("progress", progress),
             on_lost=lambda sentence: _lost(sentence, commands, writer),
-            before_torch=import_torch,
+            before_torch=before_torch,
             max_waiting=MAX_WAITING,
         )
     except Exception as error:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
 from engine.params import LARGEST
+from engine.process import early_process
 from minitui import settings as settings_file
 from minitui.chat.model_choice import Choice, load_codec
 from minitui.chat.sessions import Chats
@@ -26,8 +27,11 @@ KEPT_LOGS = 10
 
 
 def live_source(choice: Choice, options: dict[str, Any]) -> LocalSource:
-    """Returns a source with a new local engine for `choice`; the engine is not started yet."""
-    return LocalSource(engine_config(choice.name, **options), log_path(), choice.label)
+    """Returns a source with a new local engine for `choice`. Its process begins to import torch; `start` loads the
+    model."""
+    config, log_file = engine_config(choice.name, **options), log_path()
+    early_process.begin(log_file)
+    return LocalSource(config, log_file, choice.label)
 
 
 def log_path() -> Path:

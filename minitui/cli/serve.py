@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from engine.process import early_process
 from minitui.chat.model_choice import choose_model
 from minitui.cli.launch import log_path
 from minitui.cli.options import AllowedHost, Model, Record, engine_config, with_options
@@ -89,11 +90,12 @@ def serve(
       MINITUI_API_KEY=$(openssl rand -hex 16) minitui serve --host 0.0.0.0
       curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "What is a KV cache?"}]}'
     """
+    choice = choose_model(model)
+    config, log_file = engine_config(choice.name, **engine), log_path()
+    early_process.begin(log_file)
     from minitui.server.command import gather_keys, run_serve
     from minitui.server.settings import ServerSettings
 
-    choice = choose_model(model)
-    config = engine_config(choice.name, **engine)
     settings = ServerSettings(
         host=host,
         port=port,
@@ -112,4 +114,4 @@ def serve(
         request_s=request_timeout,
         drain_s=drain_seconds,
     )
-    raise typer.Exit(run_serve(config, settings, log_path()))
+    raise typer.Exit(run_serve(config, settings, log_file))

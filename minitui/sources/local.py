@@ -1,4 +1,4 @@
-"""A Source for an engine on this machine. The engine starts after the application has drawn its first screen."""
+"""A Source for an engine on this machine. The model is loaded after the application has drawn its first screen."""
 
 from __future__ import annotations
 

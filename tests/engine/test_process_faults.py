@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from engine.errors import EngineDead, InvalidRequest
+from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
+from engine.process import early_process
 from engine.process.client import EngineClient
 from engine.process.commands import Command, Outbox
 from engine.process.heartbeat import SILENCE_S, TICK_S, WORKING_S, Watch, look_at
@@ -324,6 +325,22 @@ async def test_a_process_that_is_stopped_while_it_loads_can_be_started_again(tmp
         await launch
     await answers(client)
     await client.close()
+
+
+async def test_a_process_that_was_begun_early_serves_the_next_client_or_ends_with_this_process(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    early_process.begin(log)
+    early_process.begin(log)
+    client = EngineClient(dataclasses.replace(config(), model=str(tmp_path / "none")), log)
+    begun = early_process._begun[log][0]
+    for started_early in (True, False):
+        with pytest.raises(EngineError, match="none"):
+            await client.launch()
+        assert (client.pid == begun.pid) == started_early
+    early_process.begin(log)
+    process, connection = early_process.take(log)
+    connection.close()  # as the system does for a process that ends
+    assert await asyncio.to_thread(process.wait, 60) == 0
 
 
 async def test_an_engine_killed_while_it_is_reconfigured_is_told(client: EngineClient) -> None:
