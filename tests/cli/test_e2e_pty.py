@@ -18,13 +18,7 @@ from tests.support.terminal import Terminal, python
 
 SCRIPT = Path(sys.executable).with_name("minitui")
 MINITUI = [str(SCRIPT)] if SCRIPT.exists() else python("-m", "minitui")
-FACTS = {  # what an answer must contain
-    "What is the KV cache?": "key and value",
-    "What is prefill?": "prompt",
-    "What is a block table?": "block",
-    "What is continuous batching?": "step",
-    "What is a token?": "text",
-}
+FACTS = {"What is the KV cache?": "key and value", "What is prefill?": "prompt"}  # what an answer must contain
 
 
 def loaded(screen: str) -> bool:
@@ -48,7 +42,7 @@ def answered(screen: str) -> bool:
     return "prompt tokens from cache" in left(screen)
 
 
-def test_a_newcomers_first_minutes(chat: Terminal):
+def test_a_newcomers_first_minutes_and_how_they_come_back(chat: Terminal, tmp_path: Path):
     assert not loaded(chat.until("welcome")), "the first picture waited for the engine"
     chat.until(loaded)
 
@@ -66,7 +60,8 @@ def test_a_newcomers_first_minutes(chat: Terminal):
     chat.type("/new\r")
     chat.until("2 new chat")
     chat.type("What is prefill?\r")
-    screen = left(chat.until(answered))
+    screen = left(chat.until(lambda s: "What is prefill?" in left(s) and answered(s)))
+    assert FACTS["What is prefill?"] in screen
     found = re.search(r"(\d+) of (\d+) prompt tokens from cache", screen)
     assert found
     assert int(found[1]) >= 48  # the default system prompt is longer than three blocks
@@ -87,22 +82,11 @@ def test_a_newcomers_first_minutes(chat: Terminal):
     assert chat.ended() == 0
     assert chat.left_on() == []
 
-
-def test_five_questions_get_answers_with_their_facts_and_come_back_with_resume(tmp_path: Path):
-    chat = Terminal([*MINITUI, "chat", "--fps", "10"], tmp_path, columns=120, rows=40)
-    chat.until(loaded)
-    for number, (question, fact) in enumerate(FACTS.items(), 1):
-        if number > 1:
-            chat.type("/new\r")
-            chat.until(f"{number} new chat")
-        chat.type(question + "\r")
-        assert fact in left(chat.until(lambda s, q=question: q in left(s) and answered(s))), question
-    chat.type("/quit\r")
-    assert chat.ended() == 0
+    # The chats come back: the replay is the last one.
     again = Terminal([*MINITUI, "chat", "--resume"], tmp_path, columns=120, rows=40)
     screen = left(again.until(answered))
-    assert question in screen and fact in screen
     again.close()
+    assert "What is prefill?" in screen and FACTS["What is prefill?"] in screen
 
 
 def engines(chat: Terminal) -> list[int]:
