@@ -51,9 +51,10 @@ def lecture(
       minitui class --class-link paging --afterwards --web --web-host 0.0.0.0
                                                              the same link, with scenes and recordings
 
-    Key f8 shows the answer of an open question, else it opens the next scene: with a new engine in the same process, an
-    empty cache and no chats. f9 lists all scenes. With --web --mirror, an address for the lecturer is printed: the page
-    has notes, minutes and these keys as buttons. On another page, phones show the step and answer its questions.
+    Key f8 shows the answer of an open question, runs a running experiment to its end, else it opens the next scene:
+    with a new engine in the same process, an empty cache and no chats. f9 lists all scenes. With --web --mirror, an
+    address for the lecturer is printed: the page has notes, minutes and these keys as buttons. On another page, phones
+    show the step and answer its questions.
     """
     from minitui.teaching.run_sheet import BUNDLED, read_run_sheet
 

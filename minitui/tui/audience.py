@@ -88,7 +88,9 @@ class Audience:
             chunks = [[f"r{request}", n] for request, _, n, _ in row.chunks[:8]]
             step = {"step": row.step, "decodes": row.decodes, "chunks": chunks, "tokens": row.tokens,
                     "budget": view.moment.shown.state.budget}  # fmt: skip
-        said = self._app.story or (narrate(view, view.moment.horizon) if view.moment.horizon >= 0 else "")
+        at = row.step if row is not None else view.moment.horizon
+        said = self._app.story or (narrate(view, at) if at >= 0 else "")
+        said = "\n".join(line for line in said.splitlines() if not line.startswith("Press "))  # phones have no keys
         ask = None
         if self.open is not None:
             ask = {"number": self.open.number, "question": self.open.poll.question[:LONGEST],

@@ -43,7 +43,7 @@ class ClassApp(LessonApp, DemoApp):
         Binding("0", "switch_mode('lesson')", "Lesson", id="lesson", tooltip="Back to the lesson", show=False),
         Binding("9", "switch_mode('compare')", "Compare", id="compare", tooltip="Two runs on one clock", show=False),
         Binding("f8", "next_scene", "Next scene", id="class.next", show=False, priority=True,
-                tooltip="Show the answer of an open question, else open the next scene"),
+                tooltip="Show the answer of an open question, end an experiment, else open the next scene"),
         Binding("f9", "choose_scene", "Scenes", id="class.scenes", show=False, priority=True,
                 tooltip="All scenes with their notes; a number opens one"),
     ]  # fmt: skip
@@ -180,9 +180,11 @@ class ClassApp(LessonApp, DemoApp):
     # ---- keys, and the lecturer's page
 
     def action_next_scene(self) -> None:
-        """Show the answer of an open question; else open the next scene."""
+        """Show the answer of an open question; run a running experiment to its end; else open the next scene."""
         if self.poll is not None:
             self._asks().reveal()
+        elif isinstance(screen := self.screen, LessonScreen) and screen.reading.running:
+            screen.action_hurry()
         elif self.number + 1 < len(self.sheet.scenes):
             self.open_scene(self.number + 1)
         else:
@@ -215,6 +217,7 @@ class ClassApp(LessonApp, DemoApp):
             "minutes": scene.minutes if scene is not None else 0.0, "begins": self.sheet.begins(at),
             "of": self.sheet.minutes, "elapsed_s": int(now - self.began), "scene_s": int(now - self.scene_began),
             "scenes": [one.title for one in self.sheet.scenes], "asks": self.poll is not None,
+            "runs": isinstance(self.screen, LessonScreen) and self.screen.reading.running, "plays": self.playing,
         }  # fmt: skip
 
     # ---- what is kept

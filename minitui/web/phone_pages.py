@@ -19,6 +19,7 @@ STYLE = """
   .choice { display: block; width: 100%; min-height: 4.2rem; margin: .6rem 0; padding: .6rem 1rem; text-align: left; }
   .choice b { font-size: 1.6rem; margin-right: .8rem; } .chosen { background: #4ec9b0; color: #0c181f; }
   .bar { display: flex; height: 2rem; margin: .3rem 0; background: #173039; border-radius: .3rem; overflow: hidden; }
+  [hidden] { display: none !important; }
   .bar div { min-width: 2px; overflow: hidden; white-space: nowrap; font-size: .8rem; line-height: 2rem;
              padding-left: .2rem; box-sizing: border-box; color: #0c181f; background: #d7ba7d; }
   .bar .decode { background: #4ec9b0; } .bar .rest { background: none; }
@@ -49,6 +50,7 @@ const drawBar = (bar) => {
   for (const [name, n] of bar.chunks || []) part(n, name + " +" + n, "");
   if (bar.budget > bar.tokens) part(bar.budget - bar.tokens, "", "rest");
   line.replaceChildren(...parts);
+  for (const each of document.querySelectorAll(".of-step")) each.hidden = !parts.length;
   put("step", "step" in bar ? "step " + bar.step + ": " + bar.tokens + " of " + bar.budget + " tokens" : "");
 };
 """
@@ -56,9 +58,9 @@ PHONE = f"""<!doctype html><html lang="en"><head><title>minitui: class</title>{S
 <h1 id="title"></h1><p id="problem" class="dim"></p>
 <div id="ask"></div>
 <p id="said" class="said"></p>
-<p id="step" class="dim"></p><div id="bar" class="bar"></div>
-<p class="dim"><span class="decode">decode</span>: a token of an answer each. The other parts: tokens of a prompt.
-<a href="SCREEN">Watch the whole screen</a></p>
+<p id="step" class="dim"></p><div id="bar" class="bar of-step"></div>
+<p class="dim of-step">decode: a token of an answer each. The other parts: tokens of a prompt.</p>
+<p class="dim"><a href="SCREEN">Watch the whole screen</a></p>
 <script>{STREAM}
 const here = location.pathname;
 let drawn = 0, chosen = -1, letters = [];
@@ -98,11 +100,12 @@ LECTURER = f"""<!doctype html><html lang="en"><head><title>minitui: lecturer</ti
 <p id="notes" class="said"></p>
 <button id="next" class="next"></button>
 <p id="votes" class="said"></p>
-<p id="said" class="said dim"></p><p id="step" class="dim"></p><div id="bar" class="bar"></div>
+<p id="said" class="said dim"></p><p id="step" class="dim"></p><div id="bar" class="bar of-step"></div>
 <ol id="scenes" class="scenes"></ol>
 <p class="dim">Phones: LINK</p>
 <script>{STREAM}
 let since = 0, told = {{}};
+const phones = (n) => n + (n === 1 ? " phone" : " phones");
 const act = (verb, number) => fetch("/lecturer/act" + location.search, {{
   method: "POST", headers: {{"Content-Type": "application/json"}}, body: JSON.stringify({{verb, number}})}});
 element("next").onclick = () => act("next", 0);
@@ -113,7 +116,7 @@ setInterval(() => {{
   if (!("of" in mine)) return;
   const past = (Date.now() - since) / 1000, left = mine.minutes * 60 - mine.scene_s - past;
   put("clock", minutes(mine.elapsed_s + past) + " of " + mine.of + " min · this scene: " +
-      (left < 0 ? "-" : "") + minutes(Math.abs(left)));
+      minutes(Math.abs(left)) + (left < 0 ? " over" : " left"));
   element("clock").className = left < 0 ? "late" : "";
   put("plan", "planned to begin at minute " + mine.begins + " and to take " + mine.minutes);
 }}, 250);
@@ -124,9 +127,10 @@ listen("/lecturer/events" + location.search, (state) => {{
   told = state;
   put("title", [state.all.title, state.all.scene].filter(Boolean).join(" · "));
   put("notes", mine.notes || ""); put("said", state.all.say || ""); drawBar(state.all.bar || {{}});
-  put("next", mine.asks || state.all.ask ? "Show the answer" : mine.next ? "Next: " + mine.next : "The last scene");
+  put("next", mine.asks || state.all.ask ? "Show the answer" : mine.runs ? "Run the experiment to its end" :
+      mine.next ? (mine.plays ? "Leave what still plays. " : "") + "Next: " + mine.next : "The last scene");
   put("votes", state.votes ? state.votes.counts.map((n, i) => "abcd"[i] + " " + n).join("   ") +
-      "   of " + state.votes.phones + " phones" : state.phones + " phones");
+      "   of " + phones(state.votes.phones) : phones(state.phones));
   const list = element("scenes");
   if (list.childElementCount !== (mine.scenes || []).length)
     list.replaceChildren(...(mine.scenes || []).map((name, i) => {{

@@ -57,7 +57,11 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
                 run = scene.lesson.pages[scene.at].run
                 if run is not None:
                     await until(pilot, lambda s=screen: s.reading.at in s.reading.seen | s.reading.failed)
-                assert not screen.reading.failed
+                assert not screen.reading.failed and app.stage is not None
+                screen.reading.running = True
+                await pilot.press("f8")
+                assert screen.reading.hurried and app.number == number, "the scene is left before its answer is shown"
+                screen.reading.running = app.stage.hurried = screen.reading.hurried = False
             elif scene.kind == "recording":
                 assert app.view.moment.horizon == scene.at and "H200" in app.source.info.device
             assert "stopped" not in app.story, app.story
