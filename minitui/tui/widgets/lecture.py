@@ -64,7 +64,7 @@ class Why(LinePanel, can_focus=False):
             return self._ask(view, self.question, width)
         step, text, note = self._sentence(view)
         if not text:
-            text = "No request so far. This panel will explain what each step does and why."
+            text = "No step so far. This panel will explain what each step does and why."
             return Picture(wrapped(text, "dim", width), title="Why")
         rows = named_rows(view, text, "bold ink", width)
         if len(rows) > height > 0:
