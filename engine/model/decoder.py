@@ -182,7 +182,8 @@ class Decoder:
         self._ops = ops
         self._group = group
         matrices = Matrices(dtype, device, quantised, kept or {})
-        outer = Matrices(dtype, device, None if quantised is None else quantised.vocabulary(), {})
+        alone = group.size == 1  # several ranks have pieces of the vocabulary, which remain tensors
+        outer = Matrices(dtype, device, quantised.vocabulary() if quantised is not None and alone else None, {})
         size = config.vocab_size, config.hidden_size
         self.embedding = outer.empty(*size)
         self.per_layer = PerLayerEmbedding(config, matrices, outer) if config.per_layer_size else None

@@ -1,15 +1,16 @@
-"""Matrices of 4-bit numbers in groups, for float32 activations on a CPU with compiled kernels.
+"""Matrices of 4-bit numbers in groups: Int4Weight on a CPU, Int4Tiles on a GPU.
 
 A group is 32 or more consecutive numbers of a row. A number q from 0 to 15 stands for
 
     row scale · group scale · (q - 8 + group offset)
 
 Group scales and offsets are float16. The row scale is a power of two in float32, so that group scales are neither too
-large nor too small for float16. Our own rounding uses groups of 32 without offsets, as Q4_0 of llama.cpp does. The
+large nor too small for float16. Our own rounding uses groups without offsets, as Q4_0 of llama.cpp does. The
 embedding and the output matrix are int8: they are the most sensitive, and the embedding is read by rows.
 
-The kernel (engine/kernels/cpu/four_bits.py) computes 16 rows at a time, so 16 rows are stored together: 64 bytes have 8
-numbers of each row. The first 4 numbers are the low halves of 4 bytes, the next 4 are the high halves.
+The kernel for a CPU (engine/kernels/cpu/four_bits.py) computes float32 activations, 16 rows of the matrix at a time, so
+16 rows are stored together: 64 bytes have 8 numbers of each row. The first 4 numbers are the low halves of 4 bytes, the
+next 4 are the high halves. The order for a GPU is in engine/kernels/four_bits.py.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from typing import ClassVar, Self
 import torch
 
 from engine.errors import how_to_install
+from engine.kernels.four_bit_rounding import round_groups
 from engine.model.config import Packing
-from engine.model.linear import ByteWeight, Int8Weight
+from engine.model.linear import ByteWeight, GpuWeight, Int8Rows, Int8Weight
 from engine.model.packed import Groups
 
 ROWS, GROUP = 16, 32  # rows that are stored together; numbers in a group of our own rounding
-AT_ONCE = 1 << 20  # numbers that are rounded at a time
+TILE = 128  # rows that are stored together for a GPU
+AT_ONCE, AT_ONCE_ON_GPU = 1 << 20, 1 << 25  # numbers that are rounded at a time
 
 
 class Int4Weight(ByteWeight):
@@ -37,7 +40,9 @@ class Int4Weight(ByteWeight):
     __slots__ = ("groups", "offsets")
     dtype = torch.uint8
     itemsize = 0.5 + 2 / GROUP
+    rows_together: ClassVar[int] = ROWS
     group: ClassVar[int] = GROUP
+    largest_group: ClassVar[int] = 1 << 30
     with_offsets: ClassVar[bool] = False
 
     def __init__(
@@ -48,13 +53,18 @@ class Int4Weight(ByteWeight):
 
     @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device) -> Self:
-        groups = (rows // ROWS, columns // cls.group, ROWS)
+        groups = (rows // cls.rows_together, columns // cls.group, cls.rows_together)
         return cls(
-            torch.empty(rows // ROWS, columns // 8, 4 * ROWS, dtype=torch.uint8, device=device),
+            torch.empty(cls._packed_shape(rows, columns), dtype=cls.dtype, device=device),
             torch.empty(rows, dtype=torch.float32, device=device),
             torch.empty(groups, dtype=torch.float16, device=device),
             torch.empty(groups, dtype=torch.float16, device=device) if cls.with_offsets else None,
         )
+
+    @classmethod
+    def _packed_shape(cls, rows: int, columns: int) -> tuple[int, ...]:
+        """Returns the shape of `values`."""
+        return rows // ROWS, columns // 8, 4 * ROWS
 
     @classmethod
     def vocabulary(cls) -> type[ByteWeight]:
@@ -76,7 +86,7 @@ class Int4Weight(ByteWeight):
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((len(self.scale), self.values.shape[1] * 8))
+        return torch.Size((len(self.scale), self.groups.shape[1] * self.group))
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +94,7 @@ class Int4Weight(ByteWeight):
         return self.values.nbytes + self.scale.nbytes + self.groups.nbytes + offsets
 
     def split(self, sizes: list[int]) -> list[Self]:
-        blocks = [size // ROWS for size in sizes]
+        blocks = [size // self.rows_together for size in sizes]
         offsets = [None] * len(sizes) if self.offsets is None else self.offsets.split(blocks)
         parts = zip(self.values.split(blocks), self.scale.split(sizes), self.groups.split(blocks), offsets, strict=True)
         return [type(self)(*part) for part in parts]
@@ -108,20 +118,32 @@ class Int4Weight(ByteWeight):
         self, first: int, numbers: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None
     ) -> None:
         """Store rows from `first` on. numbers: uint8 [n, K]; scales, offsets: [n, K / group], any type."""
-        blocks = slice(first // ROWS, (first + len(numbers)) // ROWS)
-        parts = numbers.view(-1, ROWS, numbers.shape[1] // 8, 2, 4).transpose(1, 2)
-        torch.bitwise_or(parts[..., 0, :], parts[..., 1, :] << 4, out=self.values[blocks].view(parts[..., 0, :].shape))
+        blocks = slice(first // self.rows_together, (first + len(numbers)) // self.rows_together)
+        self._pack(numbers, self.values[blocks])
         self._store_scales(first, scales, offsets)
+
+    def _pack(self, numbers: torch.Tensor, out: torch.Tensor) -> None:
+        """Write numbers from 0 to 15, uint8 [n, K], to a part of `values`."""
+        parts = numbers.view(-1, ROWS, numbers.shape[1] // 8, 2, 4).transpose(1, 2)
+        torch.bitwise_or(parts[..., 0, :], parts[..., 1, :] << 4, out=out.view(parts[..., 0, :].shape))
+
+    def _unpacked(self) -> torch.Tensor:
+        """Returns the numbers from 0 to 15 [N, K]."""
+        low, high = self.values & 15, self.values >> 4
+        both = torch.stack([part.unflatten(-1, (ROWS, 4)) for part in (low, high)], -2)  # [N / 16, K / 8, 16, 2, 4]
+        return both.transpose(1, 2).reshape(self.shape)
 
     def _store_scales(self, first: int, scales: torch.Tensor, offsets: torch.Tensor | None) -> None:
         largest = torch.linalg.vector_norm(scales, torch.inf, 1, dtype=torch.float32)
         row = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
         row = torch.where((largest > 0) & largest.isfinite(), row, 1.0)
-        rows, blocks = slice(first, first + len(row)), slice(first // ROWS, (first + len(row)) // ROWS)
+        together = self.rows_together
+        rows, blocks = slice(first, first + len(row)), slice(first // together, (first + len(row)) // together)
         self.scale[rows] = row
-        self.groups[blocks] = (scales.float() / row[:, None]).view(-1, ROWS, scales.shape[1]).transpose(1, 2)
+        shape = -1, together, scales.shape[1]
+        self.groups[blocks] = (scales.float() / row[:, None]).view(shape).transpose(1, 2)
         if self.offsets is not None:
-            self.offsets[blocks] = 0.0 if offsets is None else offsets.view(-1, ROWS, offsets.shape[1]).transpose(1, 2)
+            self.offsets[blocks] = 0.0 if offsets is None else offsets.view(shape).transpose(1, 2)
 
     def take(self, groups: Groups) -> bool:
         """Store a matrix as it is and return True, or return False if its groups do not fit."""
@@ -138,9 +160,7 @@ class Int4Weight(ByteWeight):
 
     def dense(self) -> torch.Tensor:
         """Returns the numbers that the matrix stands for, in float64 [N, K]."""
-        low, high = self.values & 15, self.values >> 4
-        both = torch.stack([part.unflatten(-1, (ROWS, 4)) for part in (low, high)], -2)  # [N / 16, K / 8, 16, 2, 4]
-        numbers = both.transpose(1, 2).reshape(self.shape).double() - 8
+        numbers = self._unpacked().double() - 8
         if self.offsets is not None:
             numbers += self._by_row(self.offsets)
         return numbers * self._by_row(self.groups) * self.scale.double()[:, None]
@@ -157,7 +177,7 @@ class Int4Weight(ByteWeight):
             return None
         if packing.floats or packing.strategy in ("tensor", "block"):
             return None
-        largest = GROUP if whole else packing.group_size & -packing.group_size  # a power of 2
+        largest = GROUP if whole else min(packing.group_size & -packing.group_size, cls.largest_group)  # a power of 2
         if largest < GROUP:
             return None
 
@@ -175,3 +195,62 @@ class Int4Weight(ByteWeight):
         out = x.new_empty(len(x), len(self.scale)) if out is None else out
         four_bit_product(x.contiguous(), self.values, self.scale, self.groups, self.offsets, self.shift, out)
         return out
+
+
+class Int4Tiles(Int4Weight, GpuWeight):
+    """A matrix [N, K] for bfloat16 activations on a GPU; N and K are multiples of 128.
+
+    values: int16 [N / 128, K / 4 P, 128, P], with P = 32 or 64; groups and offsets: float16 [N / 128, K / group, 128].
+    engine/kernels/four_bits.py explains the order of the numbers.
+    """
+
+    __slots__ = ()
+    dtype = torch.int16
+    rows_together = TILE
+    largest_group = TILE
+
+    @classmethod
+    def _packed_shape(cls, rows: int, columns: int) -> tuple[int, ...]:
+        width = 64 if cls.group % 64 == 0 and columns % 256 == 0 else 32
+        return rows // TILE, columns // (4 * width), TILE, width
+
+    @classmethod
+    def holds(cls, rows: int, columns: int) -> bool:
+        return not rows % TILE and not columns % TILE
+
+    @classmethod
+    def vocabulary(cls) -> type[ByteWeight]:
+        return Int8Rows
+
+    @staticmethod
+    def why_not() -> str:
+        return "" if importlib.util.find_spec("triton") is not None else "triton is not installed: pip install triton"
+
+    def copy_(self, weight: torch.Tensor) -> None:
+        weight = weight.flatten(0, -2)
+        step = max(TILE, AT_ONCE_ON_GPU // weight.shape[1] // TILE * TILE)
+        for first in range(0, len(weight), step):
+            part = weight[first : first + step].to(self.device, torch.float32)
+            self.store(first, *round_groups(part, self.group), None)
+
+    def _pack(self, numbers: torch.Tensor, out: torch.Tensor) -> None:
+        width = out.shape[-1]
+        parts = numbers.view(-1, TILE, numbers.shape[1] // (4 * width), 4, width).transpose(1, 2)
+        first, second, third, fourth = parts.to(torch.int16).unbind(-2)
+        out.copy_(first | second << 4 | third << 8 | fourth << 12)
+
+    def _unpacked(self) -> torch.Tensor:
+        shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=self.device)[:, None]
+        parts = (self.values[..., None, :] >> shifts) & 15  # [N / 128, K / 4 P, 128, 4, P]
+        return parts.transpose(1, 2).reshape(self.shape)
+
+    def wide(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.dense().to(dtype)
+
+    def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """On a CPU, the product with the expanded matrix specifies the kernels."""
+        if x.device.type == "cpu":
+            return torch.mm(x, self.wide(x.dtype).t(), out=out)
+        from engine.kernels.four_bits import product  # needs triton
+
+        return product(x, self, out)

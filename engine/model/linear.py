@@ -46,6 +46,11 @@ class ByteWeight:
         """Returns the class of the embedding and of the output matrix, if this is the class of the other matrices."""
         return cls
 
+    @classmethod
+    def holds(cls, rows: int, columns: int) -> bool:
+        """Returns True if there are kernels for a matrix of this shape; otherwise it remains a tensor."""
+        return True
+
     @staticmethod
     def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns values [n, K] and scale [n] for x [n, K], any float type; values · scale approximates x."""
@@ -124,6 +129,10 @@ class Int8Rows(GpuWeight):
     __slots__ = ()
     dtype = torch.int8
 
+    @classmethod
+    def holds(cls, rows: int, columns: int) -> bool:
+        return rows % 16 == 0 and columns % BLOCK == 0
+
     @staticmethod
     def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return quantise_rows(x)
@@ -133,6 +142,10 @@ class Int8Weight(Int8Rows):
     """The same numbers, for float32 activations on a CPU."""
 
     __slots__ = ()
+
+    @classmethod
+    def holds(cls, rows: int, columns: int) -> bool:
+        return True
 
     def copy_(self, weight: torch.Tensor) -> None:
         """Round weight [N, K], of any floating type, some rows at a time: they stay in the processor's cache."""

@@ -27,7 +27,7 @@ class Matrices:
     def empty(self, rows: int, columns: int, prefix: str = "", names: Iterable[str] = ()) -> Matrix:
         """Returns a parameter [rows, columns] for the tensors of these names. All of them are kept, or none is."""
         kind = self.kept_kind(prefix, names) or self.quantised
-        if kind is not None:
+        if kind is not None and kind.holds(rows, columns):
             return kind.empty(rows, columns, self.device)
         return torch.empty(rows, columns, dtype=self.dtype, device=self.device)
 

@@ -56,17 +56,23 @@ class Groups:
 
     def dense(self, group: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the matrix in float32. `group`: the group of each column, if they are not in order."""
-        group = torch.arange(self.numbers.shape[1]) // self.size if group is None else group.long()
+        columns = torch.arange(self.numbers.shape[1], device=self.numbers.device)
+        group = columns // self.size if group is None else group.long()
         return (self.numbers - self.zeros[:, group]) * self.scales[:, group]
 
     def in_order(self, group: torch.Tensor | None) -> Groups | None:
         """Returns itself; None if `group`, the group of each column, is not consecutive."""
-        consecutive = group is None or torch.equal(group.long(), torch.arange(self.numbers.shape[1]) // self.size)
-        return self if consecutive else None
+        columns = torch.arange(self.numbers.shape[1], device=self.numbers.device)
+        return self if group is None or torch.equal(group.long(), columns // self.size) else None
 
     def by(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Groups:
-        """Returns a part of the rows, or the rows in another order."""
+        """Returns the rows in another order."""
         return Groups(change(self.numbers), change(self.scales), change(self.zeros), self.size)
+
+    def part(self, take: Callable[[torch.Tensor, tuple[int, int]], torch.Tensor]) -> Groups:
+        """Returns some rows, or whole groups of columns. take(tensor, (rows, columns) with a common number)."""
+        scales, zeros = (take(each, (1, self.size)) for each in (self.scales, self.zeros))
+        return Groups(take(self.numbers, (1, 1)), scales, zeros, self.size)
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,7 @@ def _scaled(packing: Packing, rows: int, columns: int, scale: str) -> Packed:
 
     def groups(tensors: Tensors) -> Groups:
         scales, half = tensors[scale].float().view(shape), 1 << (packing.bits - 1)
-        zeros = tensors["weight_zero_point"].int().view(shape) if zero else torch.zeros(shape, dtype=torch.int32)
+        zeros = tensors["weight_zero_point"].int().view(shape) if zero else torch.zeros_like(scales, dtype=torch.int32)
         return Groups(tensors["weight"].int() + half, scales, zeros + half, across)
 
     def scales(tensors: Tensors) -> torch.Tensor:
@@ -199,7 +205,7 @@ def _fp8_experts(packing: Packing, shape: list[int]) -> Packed:
 
 def _bits(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Returns the unsigned numbers [..., n · 32 / bits] in 32-bit words [..., n], the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 

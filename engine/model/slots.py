@@ -68,6 +68,13 @@ class Slot:
         pieces = [tensor[(slice(None),) * dim + (span,)] for span in spans]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
+    def at_multiples(self, columns: int) -> bool:
+        """Returns True if the part begins and ends at multiples of `columns` columns."""
+        if self.cut is None or self.cut.dim == 0 or columns == self.cut.whole:
+            return True
+        extent = (self.stored or self.view.shape)[self.cut.dim] // len(self.cut.starts)
+        return not any(edge % columns for edge in (*self.cut.starts, extent))
+
     def transpose(self) -> Slot:
         """Returns the slot of experts [E, out, in] for a checkpoint that stores them as [E, in, out]."""
         experts, rows, columns = self.stored or self.view.shape

@@ -265,10 +265,10 @@ def _fill(slots: list[Slot], packed: Packed, tensors: dict[str, torch.Tensor]) -
     """Fill the slots of one quantised matrix: as it is stored if the views can hold it, else expanded."""
     groups = whole = None
     if packed.groups is not None and isinstance(slots[0].view, Int4Weight):
-        groups = packed.groups(tensors)
+        groups = packed.groups({suffix: tensor.to(slots[0].view.device) for suffix, tensor in tensors.items()})
     for slot in slots:
-        if groups is not None:
-            part = groups.by(slot.take).by(slot.in_order)
+        if groups is not None and slot.at_multiples(groups.size):
+            part = groups.part(slot.take).by(slot.in_order)
             part = part if slot.fold is None else replace(part, scales=slot.fold(part.scales))
             if slot.view.take(part):
                 continue

@@ -49,8 +49,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     name = config.dtype
     if name == "auto":
         name = "float32" if cpu else model.dtype
-        if not cpu and (name == "float32" or model.packing is not None or config.quantization in ("fp8", KEPT)):
-            name = "bfloat16"  # kernels for 8 bits need this type
+        if not cpu and (name == "float32" or model.packing is not None or config.quantization in ("fp8", "int4", KEPT)):
+            name = "bfloat16"  # kernels for 8 and 4 bits need this type
 
     quantization, why_quantised = choose(config, model, device, name)
     if config.kv_cache_dtype == "fp8" and (lacks := lacking(model, "fp8_cache")):

@@ -12,9 +12,7 @@ from llvmlite import ir
 from engine.kernels.cpu.emit import F32, I8, I32, I64, PTR, Kernel
 from engine.kernels.cpu.four_bits import PART
 from engine.kernels.cpu.grouped import LANES
-
-# A group's largest number becomes -8, or -8 after clipping. These quotients of this number and the scale are tried.
-QUOTIENTS = (8.6, 8.2, 7.8, 7.4, 7.0)
+from engine.kernels.four_bit_rounding import QUOTIENTS
 
 
 def emit_rounding(module: ir.Module, name: str) -> None:

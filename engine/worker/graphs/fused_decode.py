@@ -17,6 +17,7 @@ still uses gemv, the kernel for one token, where possible.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +27,14 @@ from engine.attention.grouped import backends_of
 from engine.attention.kv_pool import KVPool
 from engine.attention.triton_backend import TritonAttention
 from engine.groups import group_of_layers
-from engine.kernels import eight_bits, norms
+from engine.kernels import eight_bits, four_bits, norms
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.gemv import gemv
 from engine.kernels.moe_one import MOST_EXPERTS, one_token
 from engine.kernels.split_linear import form_for, split_linear
 from engine.model.decoder import Decoder, Layer
 from engine.model.delta_mixer import DeltaMixer
+from engine.model.four_bits import Int4Tiles
 from engine.model.group import Group
 from engine.model.linear import GpuWeight, Matrix, linear
 from engine.model.mlp import DenseMLP
@@ -99,7 +101,7 @@ class DecodeLayers:
         if isinstance(head, GpuWeight):
             head.product(x, out)
         elif len(x) == 1:
-            gemv(x, head, out=out)
+            _gemv(x, head, out=out)
         else:
             torch.mm(x, head.t(), out=out)
         self._cap(out)
@@ -115,15 +117,15 @@ class DecodeLayers:
         model, eps = self._model, self._model.config.rms_norm_eps
         for i, layer in enumerate(model.layers):
             mlp, norm = layer.mlp, (layer.post_norm, eps)
-            qkv = gemv(x, layer.qkv, norm=(layer.input_norm, eps))
+            qkv = _gemv(x, layer.qkv, norm=(layer.input_norm, eps))
             attended = self._attend(i, layer, qkv, rows, seq_lens)
-            x = gemv(attended, layer.output, residual=x)
+            x = _gemv(attended, layer.output, residual=x)
             if isinstance(mlp, DenseMLP):
-                x = gemv(gemv(x, mlp.gate_up, norm=norm, gate_up=True), mlp.down, residual=x)
+                x = _gemv(_gemv(x, mlp.gate_up, norm=norm, gate_up=True), mlp.down, residual=x)
             else:
-                logits, each, normalised = gemv(x, mlp.router, norm=norm), mlp.config.per_token, mlp.config.normalised
+                logits, each, normalised = _gemv(x, mlp.router, norm=norm), mlp.config.per_token, mlp.config.normalised
                 x = one_token(x, norm, logits, mlp.gate_up, mlp.down, each, normalised, mlp.load, live)
-        gemv(x, model.head, norm=(model.norm, eps), out=out)
+        _gemv(x, model.head, norm=(model.norm, eps), out=out)
         self._cap(out)
 
     def _several(
@@ -195,7 +197,7 @@ def _linear(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None) -> torch.Tens
     if isinstance(w, GpuWeight):
         return linear(x, w, bias)
     if bias is None and len(x) == 1:
-        return gemv(x, w)
+        return _gemv(x, w)
     form = form_for(len(x), *w.shape) if bias is None and len(x) <= SPLIT_TOKENS and w.shape[1] <= 2048 else None
     return F.linear(x, w, bias) if form is None else split_linear(x, w, form._replace(parts=1, stages=5), x.dtype)[0]
 
@@ -203,7 +205,7 @@ def _linear(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None) -> torch.Tens
 def _inner(x: torch.Tensor, mlp: DenseMLP) -> torch.Tensor:
     """x [T, H] -> silu(gate) * up [T, I], or another activation."""
     if len(x) == 1 and mlp.gate_up_bias is None and mlp.silu:
-        return gemv(x, mlp.gate_up, gate_up=True)
+        return _gemv(x, mlp.gate_up, gate_up=True)
     return mlp.activate(_linear(x, mlp.gate_up, mlp.gate_up_bias))
 
 
@@ -211,18 +213,28 @@ def _mlp(x: torch.Tensor, mlp: DenseMLP, in_parts: bool) -> torch.Tensor:
     """x [T, H] -> the MLP's output, in one of the shapes that _back_to_hidden returns."""
     if isinstance(mlp.down, GpuWeight) and len(x) > 1 and mlp.down_bias is None and mlp.silu:
         inner = linear(x, mlp.gate_up, mlp.gate_up_bias)
-        return eight_bits.back_to_hidden(inner, mlp.down, silu=True, in_parts=in_parts)
+        return _quantised(inner, mlp.down, silu=True, in_parts=in_parts)
     return _back_to_hidden(_inner(x, mlp), mlp.down, mlp.down_bias, in_parts)
 
 
 def _back_to_hidden(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None, in_parts: bool) -> torch.Tensor:
     """x [T, K] -> [T, H]. If `in_parts`, the result may be fp32 [parts, T, H]: the next norm sums the parts."""
     if bias is None and len(x) == 1:
-        return gemv(x, w)
+        return _gemv(x, w)
     if isinstance(w, GpuWeight):
-        return eight_bits.back_to_hidden(x, w, in_parts=in_parts) if bias is None else linear(x, w, bias)
+        return _quantised(x, w, silu=False, in_parts=in_parts) if bias is None else linear(x, w, bias)
     form = form_for(len(x), *w.shape) if bias is None and in_parts else None
     return F.linear(x, w, bias) if form is None or form.parts == 1 else split_linear(x, w, form)
+
+
+def _gemv(x: torch.Tensor, w: Matrix, **fused: Any) -> torch.Tensor:
+    """The product with one token. `fused`: as in engine.kernels.gemv.gemv."""
+    return (four_bits.one if isinstance(w, Int4Tiles) else gemv)(x, w, **fused)
+
+
+def _quantised(x: torch.Tensor, w: Matrix, *, silu: bool, in_parts: bool) -> torch.Tensor:
+    kernels = four_bits.back_to_hidden if isinstance(w, Int4Tiles) else eight_bits.back_to_hidden
+    return kernels(x, w, silu=silu, in_parts=in_parts)
 
 
 def _is_plain(layer: Layer) -> bool:

@@ -38,7 +38,7 @@ def load_model(
     kind, shard = limits.quantization, group.shard(model_config)
     files = None if config.dummy_weights else directory
     kept = kept_matrices(shard, model_config, ops, group, files) if kind == KEPT else None
-    how = matrices(kind, model_config), group, kept
+    how = matrices(kind, model_config, limits.dtype), group, kept
 
     def make() -> Decoder:
         return Decoder(shard, limits.dtype, limits.device, limits.max_model_len, ops, *how)
@@ -53,7 +53,7 @@ def load_model(
             slots = checkpoint_slots(slots, model_config, limits.dtype)
             load_weights(slots, files, model_config.tie_word_embeddings, on_progress, model_config.packing)
 
-    if kind in KINDS and config.keep_weights and files is not None:
+    if kind in KINDS and limits.device.type == "cpu" and config.keep_weights and files is not None:
         name = entry_name(config.model or files.name, files, model_config, kind)
         return load_kept(name, make, fill, on_progress)
     model = in_large_pages(make)[0] if limits.device.type == "cpu" else make()

@@ -19,7 +19,7 @@ from engine.model.checkpoint import checkpoint_slots
 from engine.model.config import ModelConfig, Packing
 from engine.model.decoder import Decoder
 from engine.model.experts import Ops
-from engine.model.four_bits import Int4Weight
+from engine.model.four_bits import TILE, Int4Tiles, Int4Weight
 from engine.model.group import ALONE, Group
 from engine.model.linear import BLOCK, Bf16Weight, ByteWeight, Fp8Weight, Int8Weight
 from engine.model.matrices import Kept
@@ -31,26 +31,34 @@ KEPT = "checkpoint"  # each matrix as the checkpoint has it: 8-bit numbers with 
 KINDS: dict[str, type[ByteWeight] | None] = {
     "none": None, "bf16": Bf16Weight, "int8": Int8Weight, "int4": Int4Weight, "fp8": Fp8Weight, KEPT: None,
 }  # fmt: skip
-ON_CPU = ("bf16", "int8", "int4")
+ON_CPU = ("bf16", "int8")
 SMALL = {"int8": 8, "int4": 4}  # what "auto" takes if other weights do not fit, the largest first -> bits
 BESIDE_WEIGHTS = 2 << 30  # bytes of memory that `choose` leaves to the KV cache, activations and the application
 
 
-def matrices(kind: str, model: ModelConfig) -> type[ByteWeight] | None:
-    """Returns the class of the layers' matrices. The class for int4 takes a checkpoint's 4-bit matrices if they fit."""
+def weight_class(kind: str, dtype: torch.dtype) -> type[ByteWeight] | None:
+    """Returns the class of the layers' matrices for activations of `dtype`; None: tensors. Only GPUs have bfloat16."""
+    return Int4Tiles if kind == "int4" and dtype == torch.bfloat16 else KINDS[kind]
+
+
+def matrices(kind: str, model: ModelConfig, dtype: torch.dtype) -> type[ByteWeight] | None:
+    """Like weight_class; the class for int4 takes a checkpoint's 4-bit matrices if they fit."""
     if kind == "bf16" and not Bf16Pairs.why_not() and not any(size % ROWS for _, size, _ in _four_bit_sizes(model)):
         return Bf16Pairs
-    stored = None if kind != "int4" or model.packing is None else Int4Weight.of(model.packing)
-    if stored is not None and not any(size % stored.group for _, size, _ in _four_bit_sizes(model)[:3]):
-        return stored
-    return KINDS[kind]
+    found = weight_class(kind, dtype)
+    if model.packing is None or found is None or not issubclass(found, Int4Weight):
+        return found
+    stored = found.of(model.packing)
+    if stored is None or any(size % stored.group for _, size, _ in _four_bit_sizes(model)[:3]):
+        return found
+    return stored
 
 
 def itemsizes(kind: str, dtype: torch.dtype) -> tuple[float, float]:
     """Returns the bytes of a number in the matrices of the layers, and in the embedding and the output matrix."""
     if kind == KEPT:
         return Fp8Weight.itemsize, dtype.itemsize
-    weights = KINDS[kind]
+    weights = weight_class(kind, dtype)
     if weights is None:
         return dtype.itemsize, dtype.itemsize
     return weights.itemsize, weights.vocabulary().itemsize
@@ -84,7 +92,7 @@ def _without_memory(
     """Returns the decoder that the loader makes, without memory for its weights."""
     shard = group.shard(model)
     kept = kept_matrices(shard, model, torch_ops, group, directory) if kind == KEPT else None
-    return Decoder(shard, dtype, torch.device("meta"), 1, torch_ops, matrices(kind, model), group, kept)
+    return Decoder(shard, dtype, torch.device("meta"), 1, torch_ops, matrices(kind, model, dtype), group, kept)
 
 
 def choose(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> tuple[str, str]:
@@ -130,7 +138,7 @@ def choose(config: EngineConfig, model: ModelConfig, device: torch.device, dtype
 
 def _as_stored(model: ModelConfig, packing: Packing) -> str:
     """Returns the kind of weights of a CPU that takes the checkpoint's matrices as they are; "" if there is none."""
-    if matrices("int4", model) is not KINDS["int4"]:
+    if matrices("int4", model, torch.float32) is not Int4Weight:
         return "int4"
     eight = (
         each.strategy in ("tensor", "channel") and each.bits == 8 and each.symmetric and not each.floats
@@ -140,11 +148,15 @@ def _as_stored(model: ModelConfig, packing: Packing) -> str:
 
 
 def _choose_on_gpu(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> tuple[str, str]:
-    """Like `choose`, for a quantised checkpoint: its own 8-bit numbers; else the 16-bit type, or fp8 if that fits."""
+    """Like `choose`, for a quantised checkpoint: its own numbers; else the 16-bit type, or fp8 if that fits."""
     assert model.packing is not None
-    why = refusal(replace(config, quantization=KEPT), model, device, dtype)
+    stored = KEPT if matrices("int4", model, torch.bfloat16) is Int4Tiles else "int4"
+    why = refusal(replace(config, quantization=stored), model, device, dtype)
     if not why:
-        return KEPT, ""
+        return stored, "" if stored == KEPT else (
+            f"the checkpoint's {model.packing.method} weights are computed in 4 bits (int4), as they are stored; the "
+            "embedding and the output matrix are rounded to 8 bits"
+        )
     expanded = f"the checkpoint's {model.packing.method} weights are expanded"
     bytes_ = weight_bytes("none", model, torch.bfloat16) // config.tensor_parallel_size
     room = int(torch.cuda.mem_get_info(device)[0] * config.gpu_memory_utilization)
@@ -174,29 +186,28 @@ def free_memory() -> int:
 
 def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> None:
     """Raise EngineError if the model cannot use the 8-bit weights of `config` with this device and dtype."""
-    kind, cpu = config.quantization, device.type == "cpu"
+    kind, cpu, ranks = config.quantization, device.type == "cpu", config.tensor_parallel_size
     if kind in ON_CPU and not cpu:
         raise EngineError(
-            f"{kind} weights run on a CPU only, but the device is {device}: use --quantization fp8, or add --device cpu"
+            f"{kind} weights run on a CPU only, but the device is {device}: use --quantization fp8 or int4, or add "
+            "--device cpu"
         )
     if kind == "fp8" and cpu:
         raise EngineError("fp8 weights run on a GPU only, but the device is cpu: use --quantization int8")
     if kind == KEPT:
         check_kept(model, device)
-    wanted = "float32" if kind in ON_CPU else "bfloat16"
+    wanted = "float32" if cpu else "bfloat16"
     if dtype != wanted:
         raise EngineError(f"{kind} weights need {wanted} activations, but the dtype is {dtype}: use {wanted}")
-    if config.tensor_parallel_size > 1 and kind != KEPT:
-        raise EngineError(
-            f"{kind} weights support only one rank, but tensor_parallel_size is {config.tensor_parallel_size}: use 1"
-        )
+    if ranks > 1 and kind != KEPT and (cpu or kind != "int4"):
+        raise EngineError(f"{kind} weights support only one rank, but tensor_parallel_size is {ranks}: use 1")
     if model.experts is not None and kind not in (KEPT, "fp8"):
         raise EngineError(
             f"{kind} weights support only dense models, but {model.architecture} has experts: use --quantization none"
         )
     if kind == "int4":
-        _check_four_bits(model)
-    if kind in ON_CPU:
+        _check_four_bits(model, Int4Weight if cpu else Int4Tiles, ranks)
+    if cpu or kind == "int4":
         return
     major, minor = torch.cuda.get_device_capability(device)
     if major < 9:  # 8.9 has fp8 arithmetic, but lacks launch instructions that our kernels use
@@ -236,13 +247,18 @@ def check_fp8_sizes(model: ModelConfig) -> None:
         )
 
 
-def _check_four_bits(model: ModelConfig) -> None:
-    if why_not := Int4Weight.why_not():
-        raise EngineError(f"int4 weights need compiled kernels, but {why_not}: use --quantization int8")
+def _check_four_bits(model: ModelConfig, kind: type[Int4Weight], ranks: int) -> None:
+    other = "none" if kind is Int4Tiles else "int8"
+    if why_not := kind.why_not():
+        raise EngineError(f"int4 weights need compiled kernels, but {why_not}: use --quantization {other}")
     for name, size, multiple in _four_bit_sizes(model):
+        if kind is Int4Tiles:
+            multiple = TILE if name == "hidden_size" else TILE * ranks
         if size % multiple:
+            on = f" on {ranks} ranks" if ranks > 1 else ""
             raise EngineError(
-                f"int4 weights need {name} to be a multiple of {multiple}, but it is {size}: use --quantization int8"
+                f"int4 weights{on} need {name} to be a multiple of {multiple}, but it is {size}: use --quantization "
+                f"{other}"
             )
 
 
