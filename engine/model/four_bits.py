@@ -206,7 +206,9 @@ class Int4Tiles(Int4Weight, GpuWeight):
 
     __slots__ = ()
     dtype = torch.int16
+    itemsize = 0.5 + 2 / TILE
     rows_together = TILE
+    group = TILE
     largest_group = TILE
 
     @classmethod
