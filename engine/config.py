@@ -45,7 +45,7 @@ class EngineConfig:
     hf_overrides: dict[str, Any] | None = None  # values that replace those of config.json
     # auto: float32 on a CPU; on a GPU the checkpoint's type, or bfloat16 if that is float32 or `quantization` needs it.
     dtype: str = "auto"
-    # The type of the weight matrices. none: `dtype`; bf16, int8 or int4: on a CPU; fp8: on a GPU; checkpoint: on a GPU,
+    # The type of the weight matrices. none: `dtype`; int4; bf16 or int8: on a CPU; fp8: on a GPU; checkpoint: on a GPU,
     # the 8-bit floats of a quantised checkpoint, unchanged; auto: what is fast and fits (worker/weights/quantised.py).
     quantization: str = "auto"
     device: str = "auto"  # auto: cuda if there is a GPU

@@ -41,7 +41,7 @@ class Options:
     )
     shape: Annotated[list[str] | None, typer.Option(help="Built-in shape: 0.6B, 8B or 30B-A3B; repeatable.")] = None
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
-    quantization: Annotated[str, typer.Option(help="auto; none; bf16, int8 or int4 on a CPU; fp8 on a GPU.")] = "auto"
+    quantization: Annotated[str, typer.Option(help="auto; none; int4; bf16 or int8 on a CPU; fp8 on a GPU.")] = "auto"
     tensor_parallel_size: Annotated[int, typer.Option(help="Number of ranks that share the model.")] = 1
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Do not use CUDA graphs.")] = False
     overlap: Annotated[str, typer.Option(help="auto, on or off: plan a step while the previous one runs.")] = "auto"

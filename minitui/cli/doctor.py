@@ -170,9 +170,13 @@ def _quantised(found: dict[str, Any]) -> str:
     if not found["gpus"]:
         stored = "" if found["modules"]["llvmlite"] is None else "4-bit integers in groups are computed as stored; "
         return f"{stored}others are expanded to float32, or rounded if that does not fit"
-    if found["modules"]["triton"] is None or max(float(g["compute"]) for g in found["gpus"]) < 9:
-        return "their weights are expanded to bfloat16: 8-bit products need compute capability 9.0 and triton"
-    return "8-bit numbers are computed as stored; others are expanded to bfloat16, or to fp8 if that does not fit"
+    newest = max(float(g["compute"]) for g in found["gpus"])
+    if found["modules"]["triton"] is None or newest < 8:
+        return "their weights are expanded to bfloat16: our products need compute capability 8.0 and triton"
+    if newest < 9:
+        return "4-bit integers in groups are computed as stored; others are expanded: they need compute capability 9"
+    numbers = "8-bit numbers and 4-bit integers in groups are computed as stored"
+    return f"{numbers}; others are expanded to bfloat16, or to fp8 if that does not fit"
 
 
 def largest_memory() -> tuple[float, bool]:
@@ -186,10 +190,14 @@ def largest_memory() -> tuple[float, bool]:
 
 def eight_bits() -> bool:
     """Returns True if a GPU of this machine has our kernels for 8-bit weights."""
+    return capability() >= (9, 0) and importlib.util.find_spec("triton") is not None
+
+
+def capability() -> tuple[int, int]:
+    """Returns the highest compute capability of this machine's GPUs."""
     import torch
 
-    newest = max(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
-    return newest >= (9, 0) and importlib.util.find_spec("triton") is not None
+    return max(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
 
 
 def _gpu_kinds() -> dict[str, tuple[float, float]]:
@@ -198,7 +206,9 @@ def _gpu_kinds() -> dict[str, tuple[float, float]]:
 
     from engine.worker.weights.quantised import itemsizes
 
-    kinds = {"bfloat16": "none", "fp8": "fp8"} if eight_bits() else {"bfloat16": "none"}
+    kinds = {"bfloat16": "none"} | ({"fp8": "fp8"} if eight_bits() else {})
+    if capability() >= (8, 0) and importlib.util.find_spec("triton") is not None:
+        kinds["int4"] = "int4"
     return {name: itemsizes(kind, torch.bfloat16) for name, kind in kinds.items()}
 
 

@@ -167,7 +167,8 @@ def _on_gpu(config: ModelConfig, machine: Machine) -> dict[str, str]:
     """Returns the kinds of weights that the GPU can compute, the preferred kind first, and what `fit` says of each."""
     import torch
 
-    from engine.worker.weights.quantised import KEPT, check_fp8_sizes, check_kept
+    from engine.model.four_bits import Int4Tiles
+    from engine.worker.weights.quantised import KEPT, check_four_bits, check_fp8_sizes, check_kept, matrices
 
     packed = config.packing is not None
     kinds = {"none": "yes, expanded to bfloat16" if packed else "yes"}
@@ -179,6 +180,12 @@ def _on_gpu(config: ModelConfig, machine: Machine) -> dict[str, str]:
         with suppress(EngineError):
             check_kept(config, torch.device("cuda"))
             return {KEPT: "yes, in 8 bits as stored"}
+    if config.experts is None:
+        with suppress(EngineError):
+            check_four_bits(config, Int4Tiles)
+            if matrices("int4", config, torch.bfloat16) is not Int4Tiles:
+                return {"int4": "yes, in 4 bits as stored"}
+            kinds["int4"] = "with --quantization int4"
     return kinds
 
 

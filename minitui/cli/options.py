@@ -124,11 +124,12 @@ def _engine(
         str,
         typer.Option(
             help="auto; none: weights in --dtype; bf16: 16-bit weights on a CPU, half the memory of float32; int8: "
-            "8-bit weights on a CPU, a quarter; int4: 4-bit weights on a CPU, a sixth; fp8: 8-bit weights on a GPU, "
-            "half the memory; checkpoint: 8-bit numbers on a GPU, as a quantised checkpoint stores them. On a CPU, "
-            "auto takes bf16 if the checkpoint has it, int8 if nothing else fits into memory, and int4 if int8 does "
-            "not fit either; 4-bit and 8-bit integers of a quantised checkpoint stay as they are. On a GPU, auto "
-            "takes checkpoint if possible, and fp8 for other quantised checkpoints that do not fit into memory."
+            "8-bit weights on a CPU, a quarter; int4: 4-bit weights, a sixth, or on a GPU a third; fp8: 8-bit weights "
+            "on a GPU, half the memory; checkpoint: 8-bit numbers on a GPU, as a quantised checkpoint stores them. On "
+            "a CPU, auto takes bf16 if the checkpoint has it, int8 if nothing else fits into memory, and int4 if "
+            "int8 does not fit either; 4-bit and 8-bit integers of a quantised checkpoint stay as they are. On a "
+            "GPU, auto takes checkpoint or int4 if a quantised checkpoint can be computed as it is stored, and fp8 "
+            "for others that do not fit into memory."
         ),
     ] = "auto",
     no_keep_weights: Annotated[

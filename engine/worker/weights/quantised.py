@@ -206,19 +206,22 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
             f"{kind} weights support only dense models, but {model.architecture} has experts: use --quantization none"
         )
     if kind == "int4":
-        _check_four_bits(model, Int4Weight if cpu else Int4Tiles, ranks)
-    if cpu or kind == "int4":
+        check_four_bits(model, Int4Weight if cpu else Int4Tiles, ranks)
+    if cpu:
         return
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:  # 8.9 has fp8 arithmetic, but lacks launch instructions that our kernels use
+    least = 8 if kind == "int4" else 9  # 8.9 has fp8 arithmetic, but lacks launch instructions that our kernels use
+    if major < least:
         raise EngineError(
-            f"fp8 weights need a GPU of compute capability 9.0 or more, but {torch.cuda.get_device_name(device)} has "
-            f"{major}.{minor}: use --quantization none"
+            f"{kind} weights need a GPU of compute capability {least}.0 or more, but "
+            f"{torch.cuda.get_device_name(device)} has {major}.{minor}: use --quantization none"
         )
     if importlib.util.find_spec("triton") is None:
         raise EngineError(
-            "fp8 weights need triton, which is not installed: pip install triton, or use --quantization none"
+            f"{kind} weights need triton, which is not installed: pip install triton, or use --quantization none"
         )
+    if kind == "int4":
+        return
     if kind != KEPT:  # otherwise matrices whose shapes the kernels do not support are expanded, one by one
         check_fp8_sizes(model)
 
@@ -247,7 +250,8 @@ def check_fp8_sizes(model: ModelConfig) -> None:
         )
 
 
-def _check_four_bits(model: ModelConfig, kind: type[Int4Weight], ranks: int) -> None:
+def check_four_bits(model: ModelConfig, kind: type[Int4Weight], ranks: int = 1) -> None:
+    """Raise EngineError if the kernels for 4-bit weights of this class do not support the model's shape."""
     other = "none" if kind is Int4Tiles else "int8"
     if why_not := kind.why_not():
         raise EngineError(f"int4 weights need compiled kernels, but {why_not}: use --quantization {other}")

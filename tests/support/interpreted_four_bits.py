@@ -1,0 +1,69 @@
+"""Runs the kernels of 4-bit weights in Triton's interpreter, on the CPU, and prints how far each product is off.
+
+    TRITON_INTERPRET=1 python -m tests.support.interpreted_four_bits
+
+prints one line of JSON: {case: {product: relative error}}. The interpreter cannot multiply bfloat16, so activations of
+several tokens are float32. It cuts numbers off when it makes bfloat16, so "norm" and "expand" are off by 0.01.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import torch
+import torch.nn.functional as F
+
+from engine.kernels import card, four_bits
+from engine.kernels.four_bits import Form
+from engine.model.four_bits import Int4Tiles
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "Triton reads it when it is imported"
+
+ROWS = 256
+CASES = [(384, 32, False), (512, 128, True)]  # columns, numbers of a group, offsets
+
+
+def errors(columns: int, group: int, offsets: bool) -> dict[str, float]:
+    """Returns the relative errors of all products with a random matrix. Its row 3 is small, its row 4 is 0."""
+    kind = type("Kind", (Int4Tiles,), {"__slots__": (), "group": group, "with_offsets": offsets})
+    w = kind.empty(ROWS, columns, torch.device("cpu"))
+    scales = torch.rand(ROWS, columns // group) + 0.1
+    scales[3], scales[4] = 1e-6, 0
+    moved = torch.randint(-8, 9, scales.shape) if offsets else None
+    w.store(0, torch.randint(0, 16, (ROWS, columns), dtype=torch.uint8), scales, moved)
+    wide = w.dense()
+    x, residual, several = torch.randn(1, columns).bfloat16(), torch.randn(1, ROWS), torch.randn(5, columns)
+    gain = torch.rand(columns).bfloat16() + 0.5
+    normed = (gain * F.rms_norm(x.float(), (columns,), None, 1e-6).bfloat16()).double()
+    gate, up = (normed @ wide.T).chunk(2, -1)
+
+    def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+        return float((found.double() - exact).norm() / exact.norm())
+
+    def out(n: int) -> torch.Tensor:
+        return torch.full((1, n), torch.nan)
+
+    one = four_bits.one(x, w, residual=residual, out=out(ROWS))
+    fused = four_bits.one(x, w, norm=(gain, 1e-6), gate_up=True, out=out(ROWS // 2))
+    found = {
+        "one": error(one, x.double() @ wide.T + residual.double()), "norm": error(fused, F.silu(gate) * up),
+        "expand": error(four_bits.expand(w), wide),
+    }  # fmt: skip
+    width = w.values.shape[-1]
+    for form in (
+        Form(16, 128, width, 4, 2, scaled=False), Form(16, 128, 32, 4, 2, scaled=True, parts=columns // (4 * width)),
+    ):  # fmt: skip
+        found[f"few, {form.parts} parts"] = error(four_bits.few(several, w, form).sum(0), several.double() @ wide.T)
+    return found
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    card.overlap = four_bits.overlap = lambda: {"PDL": False}  # type: ignore[assignment]
+    four_bits.ONE = (
+        128,
+        256,
+        4,
+    )  # several chunks of these few columns; few programs, which the interpreter runs in turn
+    print(json.dumps({f"{case}": errors(*case) for case in CASES}))
