@@ -22,6 +22,7 @@ from engine.kernels import (  # noqa: E402
     delta,
     delta_ends,
     eight_bits,
+    four_bits,
     fp8_blocks,
     gemv,
     moe,
@@ -35,6 +36,7 @@ from engine.kernels.card import Card  # noqa: E402
 from engine.kernels.decode_attention import DecodeWorkspace, decode_attention  # noqa: E402
 from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention  # noqa: E402
 from engine.kernels.row_settings import NUM_SETTINGS  # noqa: E402
+from engine.model.four_bits import Int4Tiles  # noqa: E402
 from tests.support.compile_kernels import compiling_for  # noqa: E402
 
 KIB = 1024
@@ -155,7 +157,22 @@ def matrices_of_eight_bits() -> None:
             eight_bits.byte_linear(half(tokens, k), whole)
 
 
-PARTS = [attention, layers, mixture, sampling, delta_rules, matrices_of_eight_bits, experts_in_eight_bits]
+def matrices_of_four_bits() -> None:
+    for n, k, group, offsets in ((4096, 4096, 128, False), (4096, 12288, 64, True), (1024, 1152, 32, False)):
+        kind = type("Kind", (Int4Tiles,), {"__slots__": (), "group": group, "with_offsets": offsets})
+        matrix = kind.empty(n, k, torch.device("cpu"))
+        four_bits.one(half(1, k), matrix, norm=(half(k), 1e-6), gate_up=True)
+        four_bits.one(half(1, k), matrix, residual=half(1, n))
+        four_bits.expand(matrix)
+        for tokens in (16, 64, 128, 256):
+            for in_parts in (False, True):
+                four_bits.few(half(tokens, k), matrix, four_bits.few_form(tokens, matrix, in_parts))
+
+
+PARTS = [
+    attention, layers, mixture, sampling, delta_rules, matrices_of_eight_bits, experts_in_eight_bits,
+    matrices_of_four_bits,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("part", PARTS)
