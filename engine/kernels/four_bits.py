@@ -26,11 +26,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.card import fitting, overlap
+from engine.kernels.card import card, fitting, overlap
 from engine.kernels.norms import silu_mul
 
 TILE = 128  # rows of a tile
 FEW = 256  # tokens
+LARGE = 160 << 10  # bytes of shared memory; results of 256 tokens take 128 KiB
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter has no assembly
 
 
@@ -372,8 +373,10 @@ def few_form(m: int, w: FourBitMatrix, in_parts: bool) -> Form:
         form = Form(max(16, triton.next_power_of_2(m)), 128 if in_parts else 64, 64, 4, 4, scaled=False)
     elif m <= 64:
         form = Form(64, 128, 64, 8, 4, scaled=False)
+    elif m <= 128 or card().shared < LARGE:
+        form = Form(128, 128, 32, 8, 4, scaled=True)
     else:
-        form = Form(128 if m <= 128 else 256, 128, 32, 8, 4 if m <= 128 else 3, scaled=True)
+        form = Form(256, 128, 32, 8, 3, scaled=True)
     parts, tiles, most = 1, k // (4 * width), 8 if m <= 32 and k > 8192 else 4
     while in_parts and parts < most and 2 * parts * n // form.block_n <= 256 and tiles % (2 * parts) == 0:
         parts *= 2

@@ -14,7 +14,7 @@ import os
 import torch
 import torch.nn.functional as F
 
-from engine.kernels import card, four_bits
+from engine.kernels import four_bits, norms
 from engine.kernels.four_bits import Form
 from engine.model.four_bits import Int4Tiles
 
@@ -60,7 +60,7 @@ def errors(columns: int, group: int, offsets: bool) -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    card.overlap = four_bits.overlap = lambda: {"PDL": False}  # type: ignore[assignment]
+    norms.overlap = four_bits.overlap = lambda: {"PDL": False}  # type: ignore[assignment]
     four_bits.ONE = (
         128,
         256,
