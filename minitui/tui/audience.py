@@ -89,7 +89,8 @@ class Audience:
             step = {"step": row.step, "decodes": row.decodes, "chunks": chunks, "tokens": row.tokens,
                     "budget": view.moment.shown.state.budget}  # fmt: skip
         at = row.step if row is not None else view.moment.horizon
-        said = self._app.story or (narrate(view, at) if at >= 0 else "")
+        said = self._app.story or getattr(self._app._asks(), "told_answer", "")
+        said = said or (narrate(view, at) if at >= 0 else "")
         said = "\n".join(line for line in said.splitlines() if not line.startswith("Press "))  # phones have no keys
         ask = None
         if self.open is not None:

@@ -58,6 +58,8 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
                 if run is not None:
                     await until(pilot, lambda s=screen: s.reading.at in s.reading.seen | s.reading.failed)
                 assert not screen.reading.failed and app.stage is not None
+                told = app.audience.state()["all"]["say"]
+                assert ("The answer is" in told) == (scene.lesson.pages[scene.at].predict is not None), told
                 screen.reading.running = True
                 await pilot.press("f8")
                 assert screen.reading.hurried and app.number == number, "the scene is left before its answer is shown"

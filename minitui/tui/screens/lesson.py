@@ -195,6 +195,15 @@ class LessonScreen(BaseScreen[None]):
             return None
         return Poll(page.predict.question, page.predict.choices)
 
+    @property
+    def told_answer(self) -> str:
+        """The question of this page with its answer, once the experiment has shown it; else empty."""
+        page, seen = self.reading.page, self.reading.seen.get(self.reading.at)
+        if page is None or page.predict is None or seen is None or seen.answer is None:
+            return ""
+        choice = page.predict.choices[seen.answer]
+        return f"{page.predict.question} The answer is {LETTERS[seen.answer]}: {choice}"
+
     def reveal(self) -> None:
         """Run the page's experiment, which shows the answer."""
         self._start()
