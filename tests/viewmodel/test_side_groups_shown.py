@@ -12,7 +12,14 @@ from minitui.tui.widgets.chat.occupancy import Occupancy, PromptOrigin, side_str
 from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.block_table import BlockTable
 from minitui.tui.widgets.inspect.tree import RadixTree
-from minitui.viewmodel.state.side_groups import evicted_next, eviction_words, kept_ends, kept_places, strips
+from minitui.viewmodel.state.side_groups import (
+    evicted_next,
+    eviction_words,
+    kept_ends,
+    kept_places,
+    strips,
+    tokens_before,
+)
 from minitui.viewmodel.words.narrate import narrate
 from minitui.viewmodel.words.story import tell
 from minitui.viewmodel.words.summary import summary, summary_json
@@ -116,6 +123,24 @@ def test_the_tree_marks_what_each_group_holds_of_a_node() -> None:
     # A window that ends where a checkpoint is has the sign of the checkpoint.
     assert shown.count("◆") == len(states.kept) > 2
     assert "".join(text for text, _ in picture.legend).count("◆") == 1
+
+
+def test_the_tree_as_a_table_names_where_each_group_goes_on() -> None:
+    hybrid = Hybrid()
+    hybrid.ask([*SHARED, 41, 42, 43, 44, 45])
+    hybrid.ask([*SHARED, 1, 2, 3, 4, 5])
+    state, tree = hybrid.view.history.live.state, RadixTree()
+    tree.bars = False
+    for width, all_fit in ((160, True), (50, False)):
+        rows = texts(tree.picture(hybrid.view, width, 9).rows)
+        assert all(len(row) == width for row in rows)
+        for row, id in zip(rows[1:], tree.nodes, strict=False):
+            node, before = state.nodes[id], tokens_before(state, state.nodes[id])
+            ends = [f"{'◆' if kind == 'state' else '◇'}{before + end}" for end, kind in kept_ends(state, node)]
+            shown = re.findall(r"[◆◇]\d+", row)
+            assert shown == ends[len(ends) - len(shown) :] and shown and (len(shown) == len(ends) or not all_fit)
+            assert ("… " in row) or len(shown) == len(ends)
+    assert len(tree.nodes) > 2
 
 
 def test_without_a_measured_prefill_the_time_is_left_out() -> None:

@@ -15,6 +15,7 @@ from typing import ClassVar
 from textual import events
 from textual.binding import Binding
 
+from engine.trace.state import State
 from engine.trace.views import FREE, NodeView
 from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
@@ -35,6 +36,7 @@ from minitui.tui.widgets.rows import (
     wrapped,
 )  # fmt: skip
 from minitui.viewmodel.state.eviction import free_words, is_under_pressure, pressure_words
+from minitui.viewmodel.state.side_groups import kept_ends, tokens_before
 from minitui.viewmodel.state.tree import TreePicture, TreeRow
 from minitui.viewmodel.view import View
 
@@ -45,6 +47,18 @@ LARGE = 30  # a panel with this many rows also has the whole text of the selecte
 WHOLE_TOKENS = 2_048  # the most tokens of this text
 NARROW = 40  # columns: a narrower panel has the table
 COLUMNS = (("tokens", 7), ("users", 6), ("saved", 6), ("evict #", 8))
+
+
+def _kept(state: State, node: int, width: int) -> str:
+    """Returns where the tree keeps checkpoints and windows of a node, in tokens of the text: " ◆256 ◆416". If `width`
+    cells are too few for all, the first ones are left out."""
+    signs = {"state": glyphs().checkpoint, "window": glyphs().window}
+    if not state.groups:
+        return ""
+    before = tokens_before(state, state.nodes[node])
+    words = [f" {signs[kind]}{before + end:,}" for end, kind in kept_ends(state, state.nodes[node])]
+    texts = ["".join(words), *(f" {glyphs().dots}" + "".join(words[i:]) for i in range(1, len(words))), ""]
+    return next(text for text in texts if len(text) <= width)
 
 
 def _last_children(rows: Sequence[TreeRow]) -> list[bool]:
@@ -68,8 +82,9 @@ The prefix cache. Each node is a run of tokens whose keys and values are in the 
 form a text. v shows the nodes as bars or as a table. A bar lies at the positions of its tokens in the text; a node is
 as high as it has branches, because each of them uses it. The fill says how many requests use the node. The name of a
 request is behind its last token, and what it has computed is behind its last node until a block of it is full. Hatched
-texts have just been evicted. A new prompt follows the tree as far as its tokens match, uses the full blocks of these
-tokens, and computes the rest. Users: the requests that hold the node now. Saved: the prompt tokens that new requests
+texts have just been evicted. In a model with several kinds of memory, a prompt can go on only where a state or a window
+was kept: the signs and the numbers of tokens say where. A new prompt follows the tree as far as its tokens match, uses
+the full blocks of these tokens, and computes the rest. Users: the requests that hold the node now. Saved: the prompt tokens that new requests
 took from the node instead of computing them. What a preempted request takes again is not saved: the request had
 computed these tokens itself. Nodes without users can be evicted; evict # is the order of eviction: the least recently
 used leaf first, or the oldest (--eviction-policy). The nodes with the numbers 1 to 4 are always shown below the tree.
@@ -145,11 +160,11 @@ node of which the running step still computes blocks. A large panel (z) also has
         if self.icicle is not None:
             key = legend((" ", "on-fill on shared", "several users"), (" ", "on-fill on active", "one"),
                          (" ", "on-fill on cached", "none: cached"), (g.filling, "active", "not in the tree yet"))
-            kinds = [pool.group.kind for pool in shown.state.groups]
-            for kind, sign, words in ("state", g.checkpoint, "checkpoint"), ("window", g.window, "window kept"):
-                key += [("  ", "dim"), *legend((sign, "ink", words))] if kind in kinds else []
         elif any(row.pending for row in visible):
             key = [*key, ("  ", "dim"), *legend((g.pending, "prefill", "being computed"))]
+        kinds = [pool.group.kind for pool in shown.state.groups]
+        for kind, sign, words in ("state", g.checkpoint, "checkpoint"), ("window", g.window, "window kept"):
+            key += [("  ", "dim"), *legend((sign, "ink", words))] if kind in kinds else []
         note: list[Run] = []
         if self.typing or self.search:
             note = [("/" + self.search + ("▏" if self.typing else ""), "accent")]
@@ -191,7 +206,7 @@ node of which the running step still computes blocks. A large panel (z) also has
     def _columns(self, width: int) -> tuple[tuple[str, int], ...]:
         return COLUMNS if width >= 56 else COLUMNS[:2] + COLUMNS[3:] if width >= 44 else COLUMNS[:2]
 
-    def _line(self, view: View, node: TreeRow, width: int, last: bool) -> Runs:
+    def _line(self, view: View, node: TreeRow, width: int, last: bool, in_tree: bool = True) -> Runs:
         g = glyphs()
         is_linked = node.node in view.links.nodes
         is_selected = node.node == selected(view, "node")
@@ -216,7 +231,9 @@ node of which the running step still computes blocks. A large panel (z) also has
         style = "bold accent" if is_selected else "bold ink" if glow == 2 else "ink" if node.users else "dim"
         style = "bold on-fill" if is_lit else style
         room = max(0, end - row.width - 1)
-        row.add(fit(whole_words(clean(node.text), room), room, g.dots), style + ground)
+        kept = _kept(view.moment.shown.state, node.node, room // 2) if in_tree else ""
+        room -= len(kept)
+        row.add(fit(whole_words(clean(node.text), room), room, g.dots), style + ground).add(kept, "ink" + ground)
         cells = {
             "tokens": (short(node.tokens), "ink" if glow < 2 else "bold running"),
             "users": (str(node.users) if node.users else "", "running"),
@@ -253,7 +270,7 @@ node of which the running step still computes blocks. A large panel (z) also has
         self.below = []
         if nodes and height >= TALL:
             head = Row(f"evicted next · {free_words(state)}", "dim")
-            rows = [head.done(width), *(self._line(view, node, width, False) for node in nodes)]
+            rows = [head.done(width), *(self._line(view, node, width, False, False) for node in nodes)]
             self.below = [0, *(node.node for node in nodes)]
         elif nodes:
             roomy = width >= 64 and not any(node.name for node in nodes)
