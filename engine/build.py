@@ -85,7 +85,10 @@ def build_engine(
     before_torch()
     limits = resolve(config, model)
     config = replace(config, quantization=limits.quantization)  # loading changes the free memory
-    kept_files.begin(config, directory, model)  # if "auto" has become a kind
+    if limits.device.type == "cpu":
+        kept_files.begin(config, directory, model)  # if "auto" has become a kind
+    else:
+        kept_files.forget()
     tokenizer = Tokenizer(directory) if config.load_tokenizer else None
     if tokenizer is not None:
         tokenizer.context = limits.max_model_len

@@ -213,6 +213,7 @@ def test_every_combination_has_a_path_or_a_refusal_with_advice(gpus: Any) -> Non
 
 BLOCKS = Packing("fp8", floats=True, strategy="block", block=(128, 128))
 ROWS, AWQ = Packing("compressed-tensors", floats=True, strategy="channel"), Packing("awq", 4, 128)
+OTHER_ORDER = Packing("gptq", 4, 128, in_order=False)
 
 
 @pytest.mark.parametrize(
@@ -226,9 +227,13 @@ ROWS, AWQ = Packing("compressed-tensors", floats=True, strategy="channel"), Pack
         (replace(BLOCKS, block=(64, 64)), {}, HOPPER, 80, "none", "a scale per 128 x 128 block, not per 64 x 64"),
         (replace(ROWS, floats=False), {}, HOPPER, 80, "checkpoint", ""),
         (Packing("gptq", 8, 128), {}, HOPPER, 80, "none", "our kernels for integers .* not packed integers"),
-        (AWQ, {}, HOPPER, 80, "none", "the checkpoint's awq weights are expanded to bfloat16: our kernels"),
-        (AWQ, {}, HOPPER, 1, "fp8", "expanded, then rounded to e4m3 .* would take 0.0 GB, and 0.9 GB are free"),
-        (AWQ, TWO, HOPPER, 1, "none", "expanded to bfloat16"),
+        (AWQ, {}, HOPPER, 80, "int4", "the checkpoint's awq weights are computed in 4 bits"),
+        (AWQ, {}, ADA, 1, "int4", "the checkpoint's awq weights are computed in 4 bits"),
+        (AWQ, TWO, HOPPER, 1, "none", "int4 weights on 2 GPUs need key/value heads .* of 256, but it is 128"),
+        (AWQ, {}, TURING, 80, "none", "expanded to bfloat16: int4 weights need .* 8.0 or more, but Some GPU has 7.5"),
+        (OTHER_ORDER, {}, HOPPER, 80, "none", "the checkpoint's gptq weights are expanded to bfloat16: our kernels"),
+        (OTHER_ORDER, {}, HOPPER, 1, "fp8", "expanded, then rounded to e4m3 .* would take 0.0 GB, and 0.9 GB are free"),
+        (OTHER_ORDER, TWO, HOPPER, 1, "none", "expanded to bfloat16"),
         (AWQ, {"quantization": "checkpoint"}, HOPPER, 80, "", "our kernels for integers support 8 bits"),
         (None, {"quantization": "checkpoint"}, HOPPER, 80, "", "the checkpoint is not quantised"),
     ],
@@ -319,8 +324,8 @@ class Stage:
         self.loaded: Any = SimpleNamespace(
             config=EngineConfig(speculation=speculation, speculative_tokens=8), model_config=model, shard=model,
             batch=Batch(16, 256, 16, model.vocab_size, cpu, windows=windows), device=cpu, dtype=torch.bfloat16,
-            group=ALONE, pool=None, model=SimpleNamespace(nbytes_per_token=1 << 20, layers=[], config=model),
-            attention=attention,
+            quantization="none", group=ALONE, pool=None,
+            model=SimpleNamespace(nbytes_per_token=1 << 20, layers=[], config=model), attention=attention,
             warm_up=lambda _: None, max_num_batched_tokens=64, max_model_len=256, mark=lambda: None,
             sample=lambda *_: self.went.append("sampled eagerly"), launched=lambda *_: "launched",
         )  # fmt: skip

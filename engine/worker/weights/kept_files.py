@@ -47,6 +47,11 @@ def begin(config: EngineConfig, checkpoint: Path, model: ModelConfig) -> None:
         executor.shutdown(wait=False)
 
 
+def forget() -> None:
+    """Let go of an entry that is not needed: the weights are for a GPU."""
+    _begun.clear()
+
+
 def read(name: str) -> np.ndarray | None:
     """Returns the parameters of an entry as bytes in large pages; None if there is none. Raises Damaged, or OSError.
 

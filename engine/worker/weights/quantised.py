@@ -255,11 +255,15 @@ def check_four_bits(model: ModelConfig, kind: type[Int4Weight], ranks: int = 1) 
     other = "none" if kind is Int4Tiles else "int8"
     if why_not := kind.why_not():
         raise EngineError(f"int4 weights need compiled kernels, but {why_not}: use --quantization {other}")
-    for name, size, multiple in _four_bit_sizes(model):
+    sizes = _four_bit_sizes(model)
+    if kind is Int4Tiles and (delta := model.delta) is not None:
+        sizes += ("the width of a delta rule's keys", delta.key_heads * delta.key_dim, TILE),
+        sizes += ("the width of its values", delta.value_heads * delta.value_dim, TILE),
+    for name, size, multiple in sizes:
         if kind is Int4Tiles:
             multiple = TILE if name == "hidden_size" else TILE * ranks
         if size % multiple:
-            on = f" on {ranks} ranks" if ranks > 1 else ""
+            on = f" on {ranks} GPUs" if ranks > 1 else ""
             raise EngineError(
                 f"int4 weights{on} need {name} to be a multiple of {multiple}, but it is {size}: use --quantization "
                 f"{other}"
