@@ -5,6 +5,8 @@
                   <|start|>assistant<|channel|>final<|message|>…                 …
     Seed-OSS      <seed:think>…</seed:think>                                     <think>…</think>
     Ministral 3   [THINK]…[/THINK]                                               <think>…</think>
+    Gemma 4       <|channel>thought, a new line, …<channel|>                     <think>…</think>
+                  <|tool_call>call:f{a:<|"|>b<|"|>,n:1}<tool_call|>              <tool_call>{"name": "f", …}</tool_call>
     Granite, Mistral, Seed-OSS: calls after a token of their own (`as_blocks`)
 """
 
@@ -20,9 +22,13 @@ from engine.text.detokenizer import Detokenizer
 ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
 SINGLE = {
     "<seed:think>": "<think>", "</seed:think>": "</think>", "[THINK]": "<think>", "[/THINK]": "</think>",
+    "<|channel>": "<think>", "<channel|>": "</think>",
 }  # fmt: skip
 BEGINS, MESSAGE, ENDS = ("<|start|>", "<|channel|>"), "<|message|>", ("<|end|>", "<|return|>", "<|call|>")
-CALLS, END_CALL = ("<|tool_call|>", "[TOOL_CALLS]", "<seed:tool_call>"), "</seed:tool_call>"
+CALLS = ("<|tool_call|>", "[TOOL_CALLS]", "<seed:tool_call>", "<|tool_call>")
+END_CALLS = ("</seed:tool_call>", "<tool_call|>")
+CHANNEL, THOUGHT, QUOTE = "<|channel>", "thought\n", '<|"|>'  # of Gemma 4: the name of a channel is text
+BARE_KEY = re.compile(r'([{,]\s*)([^\s"{}\[\],:]+)\s*:')
 FUNCTION = re.compile(r"to=functions\.([\w.-]+)")
 
 
@@ -42,7 +48,8 @@ class Markers:
         self.begins = frozenset(known(dict.fromkeys(BEGINS, ""))) if has_channels else frozenset()
         self.ends = frozenset(known(dict.fromkeys(ENDS, ""))) if has_channels else frozenset()
         self.calls = frozenset(known(dict.fromkeys(CALLS, "")))
-        self.end_call = id_of(END_CALL)
+        self.end_calls = frozenset(known(dict.fromkeys(END_CALLS, "")))
+        self.channel = id_of(CHANNEL)
 
     def __bool__(self) -> bool:
         return bool(self.single or self.begins or self.calls)
@@ -57,6 +64,7 @@ class MarkedDetokenizer:
         self._header: list[int] | None = None  # the ids since the last <|start|> or <|channel|>; None: no header
         self._close = ""  # the text that ends the open part
         self._call: list[int] | None = None  # the ids since a token of CALLS; None: no call
+        self._name: str | None = None  # the text since CHANNEL while it may be THOUGHT; None: no channel just began
 
     def push(self, ids: list[int]) -> str:
         markers, text = self._markers, ""
@@ -64,12 +72,13 @@ class MarkedDetokenizer:
             if token_id in markers.calls:
                 text += self._inner.flush() + self._end_call()
                 self._call = []
-            elif self._call is not None and token_id == markers.end_call:
+            elif self._call is not None and token_id in markers.end_calls:
                 text += self._end_call()
             elif self._call is not None:
                 self._call.append(token_id)
             elif token_id in markers.single:
-                text += self._inner.flush() + markers.single[token_id]
+                text += self._without_name(self._inner.flush(), True) + markers.single[token_id]
+                self._name = "" if token_id == markers.channel else None
             elif token_id in markers.begins:
                 text += self._end()
                 self._header = [*(self._header or ()), token_id]
@@ -77,7 +86,7 @@ class MarkedDetokenizer:
                 text += self._end()
                 self._header = None
             elif self._header is None:
-                text += self._inner.push([token_id])
+                text += self._without_name(self._inner.push([token_id]))
             elif token_id == markers.message:
                 text += self._begin(markers.decode(self._header))
                 self._header = None
@@ -90,7 +99,17 @@ class MarkedDetokenizer:
             return self._end_call()
         if self._close.endswith("</tool_call>"):  # the end token of a call is not pushed
             return self._end()
-        return self._inner.flush()
+        return self._without_name(self._inner.flush(), True)
+
+    def _without_name(self, text: str, ends: bool = False) -> str:
+        """Returns the next text without THOUGHT at the beginning of a channel. `ends`: no more text follows."""
+        if self._name is None:
+            return text
+        self._name += text
+        if THOUGHT.startswith(self._name) and self._name != THOUGHT and not ends:
+            return ""
+        found, self._name = self._name.removeprefix(THOUGHT), None
+        return found
 
     def _begin(self, header: str) -> str:
         """Returns the marker that begins the part with this header, such as "<|start|>assistant<|channel|>analysis"."""
@@ -119,7 +138,9 @@ def as_blocks(text: str) -> str:
         name = name.partition(CALL_ID)[0].strip()
         return _block(f'{{"name": {json.dumps(name)}, "arguments": {arguments.strip() or "{}"}}}')
     functions = _tagged(text, "function")
-    if functions:
+    if text.startswith("call:"):
+        calls = _quoted(text)
+    elif functions:
         calls = [{"name": name, "arguments": dict(_tagged(body, "parameter"))} for name, body in functions]
     else:
         calls = _listed(text)
@@ -139,6 +160,20 @@ def _tagged(text: str, tag: str) -> list[tuple[str, str]]:
         if end:
             found.append((name.strip(), content.removeprefix("\n").removesuffix("\n")))
     return found
+
+
+def _quoted(text: str) -> list[dict[str, Any]]:
+    """Returns the call of "call:f{a:<|"|>text<|"|>,n:1}"; [] if the text is something else. Strings are between QUOTEs,
+    and keys have none."""
+    name, _, _ = text.removeprefix("call:").partition("{")
+    syntax = text[len("call:") + len(name) :].split(QUOTE)
+    syntax[::2] = [BARE_KEY.sub(r'\1"\2":', re.sub(r"\bNone\b", "null", part)) for part in syntax[::2]]
+    syntax[1::2] = map(json.dumps, syntax[1::2])
+    try:
+        arguments = json.loads("".join(syntax))
+    except (ValueError, RecursionError):
+        return []
+    return [{"name": name.strip(), "arguments": arguments}] if isinstance(arguments, dict) else []
 
 
 def _listed(text: str) -> list[dict[str, Any]]:

@@ -167,6 +167,23 @@ def test_other_marks_of_thinking_are_shown_as_the_usual_ones(special: bool, tags
     assert ours.decode(ids, skip_special_tokens=False) == f"{tags[0]}Hm.{tags[1]}Hello"
 
 
+@pytest.mark.parametrize(
+    ("reply", "shown"),
+    [
+        ("<|channel>thought\nHm.<channel|>Hello", "<think>Hm.</think>Hello"),
+        ("<|channel>thought\n<channel|>Hello", "<think></think>Hello"), ("<|channel>thou", "<think>thou"),
+        ("<|channel>thoughts<channel|>thought\n", "<think>thoughts</think>thought\n"), ("<|channel>", "<think>"),
+        ("thought\n", "thought\n"), ("<|channel>plan\nHm", "<think>plan\nHm"),
+    ],
+)  # fmt: skip
+def test_the_name_of_gemma4s_channel_is_left_out(reply: str, shown: str, tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<|channel>", "<channel|>"])
+    ours = Tokenizer(write(tmp_path, tokenizer))
+    ids, stream = ours.encode(reply, allow_special=True), ours.detokenizer()
+    assert "".join([*(stream.push([token]) for token in ids), stream.flush()]) == shown == ours.decode(ids)
+
+
 CALLS = {  # tokens of a family, a reply, its content, its calls
     "Granite": ("<|tool_call|>",
                 '<|tool_call|>[{"name": "f", "arguments": {"n": 1}}, {"name": "now", "arguments": {}}]', "",
@@ -179,6 +196,12 @@ CALLS = {  # tokens of a family, a reply, its content, its calls
     "Seed-OSS": ("<seed:tool_call> </seed:tool_call>",
                  "Ja: <seed:tool_call>\n<function=f>\n<parameter=n>12</parameter>\n<parameter=t>12</parameter>\n"
                  "</function>\n</seed:tool_call>", "Ja: ", [("f", {"n": 12, "t": "12"})]),
+    "Gemma 4": ('<|tool_call> <tool_call|> <|"|> <|channel> <channel|>',
+                '<|channel>thought\nHm.<channel|>Well.<|tool_call>call:f{n:1,o:{a:[1,true,<|"|>x<|"|>],<|"|>b:<|"|>:None},'
+                't:<|"|>a{"n:1} None<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>', "Well.",
+                [("f", {"n": 1, "o": {"a": [1, True, "x"], "b:": None}, "t": 'a{"n:1} None'}), ("now", {})]),
+    "Gemma 4, no call": ('<|tool_call> <tool_call|> <|"|>', "<|tool_call>call:f{n:<tool_call|>",
+                         "<tool_call>\ncall:f{n:\n</tool_call>", []),
     "Llama 3.1": ("<|python_tag|>", '<|python_tag|>{"name": "f", "parameters": {"n": 1}}; {"name": "now", '
                   '"parameters": {}}', "", [("f", {"n": 1}), ("now", {})]),
     "Llama 3.2": ("", "[f(n=1, t='é'), now()]", "", [("f", {"n": 1, "t": "é"}), ("now", {})]),
