@@ -80,9 +80,11 @@ def build_engine(
     )
     model = read_model_config(directory, config.hf_overrides)
     text = f"loading {Path(config.model).name}"
-    report({"stage": "model", "done": 0, "total": 0, "text": text, "model_dir": str(directory)})
+    torch = {"stage": "torch", "done": 0, "total": 0, "text": "importing torch"}
+    report({**torch, "model_dir": str(directory)})
     kept_files.begin(config, directory, model)
     before_torch()
+    report({"stage": "model", "done": 0, "total": 0, "text": text})
     limits = resolve(config, model)
     config = replace(config, quantization=limits.quantization)  # loading changes the free memory
     if limits.device.type == "cpu":

@@ -11,6 +11,7 @@ from engine.process import early_process
 from minitui.chat.model_choice import choose_model
 from minitui.cli.launch import log_path
 from minitui.cli.options import AllowedHost, Model, Record, engine_config, with_options
+from minitui.progress import Phases
 
 NAMES = "--served-model-name"
 
@@ -78,6 +79,9 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(min=0.0, help="Time for running answers to finish after SIGTERM, in seconds.")
     ] = 3.0,
+    profile_start: Annotated[
+        bool, typer.Option("--profile-start", help="When ready, print how long each phase of the start took.")
+    ] = False,
 ) -> None:
     """Serve a model over HTTP.
 
@@ -93,6 +97,8 @@ def serve(
     choice = choose_model(model)
     config, log_file = engine_config(choice.name, **engine), log_path()
     early_process.begin(log_file)
+    phases = Phases("Python, imports of the command line")
+    phases.begin("imports of the server")
     from minitui.server.command import gather_keys, run_serve
     from minitui.server.settings import ServerSettings
 
@@ -114,4 +120,4 @@ def serve(
         request_s=request_timeout,
         drain_s=drain_seconds,
     )
-    raise typer.Exit(run_serve(config, settings, log_file))
+    raise typer.Exit(run_serve(config, settings, log_file, phases if profile_start else None))

@@ -17,6 +17,7 @@ from typing import Any, cast
 from engine.config import EngineConfig
 from engine.errors import EngineError, not_installed
 from engine.process.startup import fewer_collections
+from minitui.progress import Phases
 from minitui.server.settings import Role, ServerSettings
 
 try:
@@ -149,8 +150,12 @@ def gather_keys(api: list[str], chat: list[str], watch: list[str]) -> dict[str, 
     return keys
 
 
-def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | None, out: Any = sys.stderr) -> int:
-    """Run `minitui serve`; returns the exit code. Raises EngineError if it cannot serve."""
+def run_serve(
+    config: EngineConfig, settings: ServerSettings, log_file: Path | None, phases: Phases | None = None,
+    out: Any = sys.stderr,
+) -> int:  # fmt: skip
+    """Run `minitui serve`; returns the exit code. `phases`: those so far; they are printed when the server is ready.
+    Raises EngineError if it cannot serve."""
     import logging
 
     fewer_collections()
@@ -160,6 +165,9 @@ def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | N
 
     async def main() -> int:
         host = Host(config, settings, log_file)
+        if phases is not None:
+            phases.begin("engine process: Python and imports, beside the server's")
+            host.service.on_progress = phases
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, host.stop)
@@ -169,6 +177,8 @@ def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | N
             # gaps between chunks was 135 ms with them and 46 without (Qwen3-8B on an H200).
             gc.freeze()
             header, variable = (" -H 'Authorization: Bearer KEY'", "MINITUI_KEY=KEY ") if settings.keys else ("", "")
+            if phases is not None:
+                print(*phases.report(), sep="\n", file=out)
             print(f"{host.service.model} is served at {url}", file=out, flush=True)
             print(f"  curl {url}/v1/chat/completions{header} -d '{EXAMPLE}'", file=out, flush=True)
             print(f"  {variable}minitui chat --connect {url}", file=out, flush=True)

@@ -26,6 +26,7 @@ from engine.metrics.metrics import Metrics
 from engine.params import SamplingParams
 from engine.process.client import EngineClient
 from engine.process.heartbeat import Condition
+from engine.progress import Progress
 from engine.text import early_tokenizer
 from engine.text.tokenizer import Tokenizer
 from minitui.server.errors import ApiError, ContextExceeded
@@ -53,6 +54,7 @@ class Service:
         self.config, self.settings, self.log_file = config, settings, log_file
         self.state = "loading"
         self.progress = "starting"
+        self.on_progress: Progress = lambda progress: None
         self.draining = False
         self.metrics = Metrics()
         self.http_metrics = HttpMetrics()
@@ -106,6 +108,7 @@ class Service:
         self.state, self._up_since = "ready", time.monotonic()
 
     def _tell_progress(self, progress: dict[str, Any]) -> None:
+        self.on_progress(progress)
         text, model = str(progress.get("text", "")), Path(self.config.model)
         # Callers see the model's name, not its path on this machine.
         self.progress = text.replace(str(model), model.name) if model.is_absolute() else text

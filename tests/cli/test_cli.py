@@ -23,6 +23,7 @@ from minitui.cli.compare import run_names
 from minitui.cli.doctor import EXTRAS, report
 from minitui.cli.launch import apply_looks, make_sampling
 from minitui.cli.main import app, main
+from minitui.progress import Phases, process_age_s
 from minitui.settings import ChatSettings, Settings
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
@@ -223,6 +224,20 @@ def test_old_logs_are_tidied_away(tmp_path, monkeypatch):
     path = launch.log_path()
     assert path.parent == tmp_path / "logs"
     assert len(list((tmp_path / "logs").iterdir())) == 10
+
+
+def test_the_phases_of_a_start_begin_with_the_process_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minitui.progress.process_age_s", lambda: 0.5)
+    times = iter([100.0, 100.2, 101.0, 103.0, 103.5])
+    phases = Phases("Python", lambda: next(times))
+    phases.begin("imports")
+    for text in ("w.safetensors: 1 of 9 MB", "w.safetensors: 2 of 9 MB", "graphs: decode 8", "graphs: decode 4"):
+        phases({"text": text})
+    found = [line.split(maxsplit=2) for line in phases.report()]
+    assert [(int(ms.replace(",", "")), name) for ms, _, name in found] == [
+        (700, "Python"), (800, "imports"), (2000, "w.safetensors"), (500, "graphs: decode"), (4000, "all")
+    ]  # fmt: skip
+    assert 0 < process_age_s() < 86400 * 365
 
 
 def test_doctor_says_what_runs_here_and_what_to_install():
@@ -452,7 +467,8 @@ def test_a_served_model_has_one_name_or_several(monkeypatch, arguments, names):
     import minitui.server.command
 
     served = []
-    monkeypatch.setattr(minitui.server.command, "run_serve", lambda config, settings, log: served.append(settings) or 0)
+    monkeypatch.setattr("engine.process.early_process.begin", lambda log_file: None)
+    monkeypatch.setattr(minitui.server.command, "run_serve", lambda config, settings, *_: served.append(settings) or 0)
     result = CliRunner().invoke(app, ["serve", *arguments])
     assert result.exit_code == 0, result.output
     assert served[0].served_names == names
