@@ -1,13 +1,12 @@
 """Measures how right a what-if is, and how long it takes.
 
-    python -m minitui.dev.what_if pairs [--rounds 3] [--only chats] [--json]
+    python -m minitui.dev.what_if pairs [--device cuda] [--rounds 3] [--only chats] [--keep FOLDER] [--json]
+    python -m minitui.dev.what_if score FOLDER [--json]
     python -m minitui.dev.what_if speed [--requests 10000]
 
-`pairs` compares what-ifs with real runs on a CPU: twenty pairs of a recording and another setting. One engine runs a
-workload with the recorded setting, and another runs it with the other setting. Both are real engines with the bundled
-model and one thread. They take turns of TURN seconds: it is the turn of the run whose clock is behind, so slow moments
-of the machine meet both. A run's clock is the processor time of its own turns: other programs do not count. Time
-without requests is skipped. The recording of the first run is then played with the other setting:
+`pairs` compares what-ifs with real runs: twenty pairs of a recording and another setting. One engine runs a workload
+with the recorded setting, and another runs it with the other setting. The recording of the first run is then played
+with the other setting:
 
 - "step": how far the mean time of a step is from the real one; "first": the same of the time to first token (p99)
 - "counts": steps, prompt tokens from the cache and preemptions. They must be equal in workloads whose arrivals do not
@@ -15,7 +14,13 @@ without requests is skipped. The recording of the first run is then played with 
 - "noise": how far the real runs of the rounds are from their median, at most
 - "extrapolated": the share of the played steps that do more than any recorded step
 
-A line has the medians of the rounds.
+A line has the medians of the rounds. `--keep` keeps all recordings, and `score` plays those kept.
+
+On a CPU, the engines have the bundled model and one thread. The two runs of a pair take turns of TURN seconds: it is
+the turn of the run whose clock is behind, so slow moments of the machine meet both. A run's clock is the processor time
+of its own turns: other programs do not count. On a GPU, the model has random weights and the shape of Qwen3-0.6B, and
+all is larger by SCALE; the runs follow each other in real time, after one that warms up. Time without requests is
+skipped.
 
 `speed` reads and plays a recording of many requests: these begin with one of twenty texts of 400 tokens, go on with 50
 to 600 tokens of their own, and have replies of 20 to 300 tokens. The recorded engine has no device: a step costs about
@@ -24,6 +29,7 @@ what a GPU would need, on a clock that counts only this.
 
 from __future__ import annotations
 
+import gc
 import json as jsonlib
 import random
 import tempfile
@@ -37,7 +43,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.core.engine import Engine
+from engine.core.engine import Engine, StepRunner
 from engine.core.step import StepPlan
 from engine.core.step_clock import StepClock
 from engine.info import EngineInfo
@@ -45,6 +51,7 @@ from engine.llm import LLM
 from engine.params import SamplingParams
 from engine.trace.records import RecordLog
 from minitui import tutor
+from minitui.bench.limits import write_config
 from minitui.dev.bench import NoDevice, NothingToWaitFor
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
@@ -56,6 +63,8 @@ from minitui.whatif.settings import Setting, changes, value_of
 BASE = Setting(budget=256, seqs=16, blocks=2000, block_size=16, context=1024)
 VOCABULARY = 200  # ids of the prompts
 TURN = 0.2  # seconds
+# On a GPU, how many times as large are: texts, numbers of requests, seconds between them, and settings.
+SCALE = {"tokens": 5, "requests": 2, "seconds": 0.2, "budget": 8, "seqs": 4, "blocks": 20, "context": 8}
 
 
 @dataclass(frozen=True)
@@ -116,28 +125,32 @@ def _ids(r: random.Random, n: int) -> list[int]:
     return [r.randrange(10, VOCABULARY) for _ in range(n)]
 
 
-class TurnClock:
-    """Seconds of processor time in the turns of one run, and the idle time that was skipped."""
+class RunClock:
+    """Seconds that a run has worked, and the idle time that was skipped. `read`: seconds of a running clock."""
 
-    def __init__(self) -> None:
-        self.now = 1.0  # 0 means never
+    def __init__(self, read: Callable[[], float]) -> None:
+        self.now = 1.0  # at the last pause; 0 means never
+        self._read = read
         self._resumed: float | None = None
 
     def __call__(self) -> float:
-        return self.now + (time.process_time() - self._resumed if self._resumed is not None else 0.0)
+        return self.now + (self._read() - self._resumed if self._resumed is not None else 0.0)
 
     def resume(self) -> None:
-        self._resumed = time.process_time()
+        self._resumed = self._read()
 
     def pause(self) -> None:
         self.now, self._resumed = self(), None
+
+    def skip_to(self, at: float) -> None:
+        self.now += max(0.0, at - self())
 
 
 class OwnStepClock(StepClock):
     """The step clock on a clock of the run's own, which has no pauses."""
 
-    def __init__(self, log: RecordLog, clock: Callable[[], float]) -> None:
-        super().__init__(log, synchronous=True)
+    def __init__(self, log: RecordLog, clock: Callable[[], float], synchronous: bool = True) -> None:
+        super().__init__(log, synchronous)
         self._clock = clock
 
     def now(self) -> float:
@@ -150,15 +163,16 @@ class OwnStepClock(StepClock):
 class RealRun:
     """A real run of a workload under a setting, recorded in a file."""
 
-    def __init__(self, llm: LLM, setting: Setting, asks: list[Ask], path: Path) -> None:
-        self.clock = TurnClock()
-        log = RecordLog(clock=self.clock)
+    def __init__(self, machine: Machine, setting: Setting, asks: list[Ask], path: Path) -> None:
+        self._turns = machine.device == "cpu"
+        self.clock = RunClock(time.process_time if self._turns else time.perf_counter)
+        log, runner = RecordLog(clock=self.clock), machine.runner(setting)
         self.engine = Engine(
-            llm.engine.runner, setting.scheduler(), prefix_caching=setting.cache, eviction_policy=setting.eviction,
-            log=log, clock=OwnStepClock(log, self.clock),
+            runner, setting.scheduler(), overlap=not self._turns, prefix_caching=setting.cache,
+            eviction_policy=setting.eviction, log=log, clock=OwnStepClock(log, self.clock, runner.synchronous),
         )  # fmt: skip
-        self.path, self._recorder = path, Recorder(path)
-        self._recorder.begin(setting.info(EngineInfo(model="tutor", device="cpu")), self.engine.snapshot())
+        self.path, self._records, self._first = path, log.drain(), self.engine.snapshot()
+        self._info = setting.info(EngineInfo(model="none", device=machine.device, overlap=not self._turns))
         self._due = [(ask.at + 1.0, i) for i, ask in enumerate(asks) if ask.at is not None]
         heapify(self._due)
         self._asks = asks
@@ -167,24 +181,29 @@ class RealRun:
             if ask.at is None:
                 self._later.setdefault(ask.chat, []).append(i)
         self._numbers: dict[int, int] = {}
+        if not self._turns:
+            self.clock.resume()
 
     def step(self) -> bool:
         """Run a step. Returns False when all requests have their answers."""
         if not self._due and not self.engine.has_work:
             return False
         if not self.engine.has_work:
-            self.clock.now = max(self.clock.now, self._due[0][0])
-        while self._due and self._due[0][0] <= self.clock.now:
+            self.clock.skip_to(self._due[0][0])
+        now = self.clock()
+        while self._due and self._due[0][0] <= now:
             self._ask(heappop(self._due)[1], [])
-        self.clock.resume()
+        if self._turns:
+            self.clock.resume()
         emitted = self.engine.step()
-        self.clock.pause()
+        if self._turns:
+            self.clock.pause()
         for item in emitted:
             if item.finish_reason:
                 number = self._numbers.pop(item.request.id)
                 if self._later.get(chat := self._asks[number].chat):
                     self._ask(self._later[chat].pop(0), item.request.ids)
-        self._recorder.feed(self.engine.log.drain())
+        self._records += self.engine.log.drain()
         return True
 
     def _ask(self, number: int, before: list[int]) -> None:
@@ -192,19 +211,72 @@ class RealRun:
         params = SamplingParams(max_tokens=ask.reply, ignore_eos=True, temperature=0.0)
         self._numbers[self.engine.add_request([*before, *ask.ids], params, ask.chat).id] = number
 
-    def figures(self) -> RunFigures:
-        """Close the recording; return what it says."""
-        self._recorder.close()
-        return Run(recorded_view(TraceReader(self.path))).figures
+    def write(self) -> None:
+        """Write the recording."""
+        recorder = Recorder(self.path)
+        recorder.begin(self._info, self._first)
+        recorder.feed(self._records)
+        recorder.close()
 
 
-def engine_for(setting: Setting) -> LLM:
-    """Returns a real engine with this setting; its runner is what is used."""
-    return LLM(
-        str(tutor.model_dir()), device="cpu", cpu_threads=1, load_tokenizer=False, block_size=setting.block_size,
-        num_blocks=setting.blocks, max_num_seqs=setting.seqs, max_num_batched_tokens=setting.budget,
-        max_model_len=setting.context,
-    )  # fmt: skip
+class Part:
+    """A part of a runner's pool."""
+
+    def __init__(self, runner: StepRunner, blocks: int) -> None:
+        self.num_blocks, self.block_size, self.vocab_size = blocks + 1, runner.block_size, runner.vocab_size
+        self.groups, self.synchronous, self.launch = runner.groups, runner.synchronous, runner.launch
+
+
+class Machine:
+    """Where real runs are made: "cpu" or "cuda"."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.scale: dict[str, Any] = {} if device == "cpu" else SCALE
+        self.base = replace(BASE, **{name: value * getattr(BASE, name) for name, value in self.scale.items()
+                                     if hasattr(BASE, name)})  # fmt: skip
+        self._shared: StepRunner | None = None  # on a GPU all runs share it: a step costs the same in all of them
+
+    def asks(self, workload: str) -> list[Ask]:
+        """Returns the requests of a workload."""
+        times, seconds = self.scale.get("tokens", 1), self.scale.get("seconds", 1.0)
+        return [
+            Ask(f"{ask.chat}.{n}", ask.at and ask.at * seconds, [id + i for id in ask.ids for i in range(times)],
+                ask.reply * times)
+            for n in range(self.scale.get("requests", 1)) for ask in WORKLOADS[workload][0](random.Random(n + 1))
+        ]  # fmt: skip
+
+    def change(self, change: str) -> str:
+        """Returns a change of WORKLOADS as it is on this machine."""
+        parts = (part.split("=") for part in change.split(","))
+        return ",".join(f"{name}={int(v) * self.scale.get(name, 1) if v.isdigit() else v}" for name, v in parts)
+
+    def setting(self, workload: str, change: str = "") -> Setting:
+        """Returns the recorded setting of a workload, or that with a change."""
+        unlike = ",".join(f"{name}={value}" for name, value in WORKLOADS[workload][1].items())
+        setting = self.base
+        for each in filter(None, (unlike, change)):
+            values = changes(self.change(each)).items()
+            setting = replace(setting, **{name: value_of(name, text) for name, text in values})
+        return setting
+
+    def runner(self, setting: Setting) -> StepRunner:
+        """Returns a runner for an engine with this setting."""
+        if self.device == "cpu":
+            return self._load(str(tutor.model_dir()), setting, cpu_threads=1)
+        if self._shared is None:
+            most = replace(self.base, seqs=2 * self.base.seqs, budget=self.base.context)
+            with tempfile.TemporaryDirectory() as folder:
+                self._shared = self._load(str(write_config("0.6B", Path(folder))), most, dummy_weights=True)
+            gc.collect()
+            gc.freeze()
+        return Part(self._shared, setting.blocks)
+
+    def _load(self, model: str, setting: Setting, **options: Any) -> StepRunner:
+        return LLM(
+            model, device=self.device, load_tokenizer=False, block_size=setting.block_size, num_blocks=setting.blocks,
+            max_num_seqs=setting.seqs, max_num_batched_tokens=setting.budget, max_model_len=setting.context, **options,
+        ).engine.runner  # fmt: skip
 
 
 def measures(figures: RunFigures) -> dict[str, float]:
@@ -213,33 +285,47 @@ def measures(figures: RunFigures) -> dict[str, float]:
     return {"step": figures.time / figures.steps, "first": figures.first_p99}
 
 
-def pair(workload: str, change: str, rounds: int, folder: Path) -> dict[str, Any]:
-    """Measures one pair."""
-    make, unlike, _ = WORKLOADS[workload]
-    asks = make(random.Random(1))
-    timeless = all(not ask.at for ask in asks)
-    before = replace(BASE, **unlike)
-    found: dict[str, Any] = {"workload": workload, "change": change, "exact": None}
+def run_pair(machine: Machine, workload: str, change: str, n: int, folder: Path) -> None:
+    """Makes the two real runs of a pair in their turns, and keeps their recordings."""
+    path, asks, runs = folder / _name(workload, change, n), machine.asks(workload), []
+    both = [(machine.setting(workload), path), (machine.setting(workload, change), path.with_suffix(".real.trace"))]
+    for setting, file in both[:: -1 if n % 2 else 1]:  # in odd rounds in the other order
+        runs.append(RealRun(machine, setting, asks, file))
+    more = list(runs)
+    while more:
+        run = min(more, key=lambda run: run.clock.now)
+        end = run.clock.now + TURN
+        while run.clock.now < end:
+            if not run.step():
+                more.remove(run)
+                break
+    for run in runs:
+        run.write()
+
+
+def run_alone(machine: Machine, setting: Setting, workload: str, path: Path) -> None:
+    """Makes one real run, and keeps its recording."""
+    run = RealRun(machine, setting, machine.asks(workload), path)
+    while run.step():
+        pass
+    run.write()
+
+
+def _name(workload: str, change: str, n: int) -> str:
+    return f"{workload}-{change}-{n}.trace".replace("|", "-")
+
+
+def pair(machine: Machine, workload: str, change: str, folder: Path) -> dict[str, Any]:
+    """Plays the recordings of one pair and compares them with its real runs."""
+    timeless = all(not ask.at for ask in machine.asks(workload))
+    found: dict[str, Any] = {"workload": workload, "change": machine.change(change), "exact": None}
     played: list[dict[str, float]] = []
     real: list[dict[str, float]] = []
-    for n in range(rounds):
-        path = folder / f"{workload}-{change}-{n}.trace".replace("|", "-")
-        after = setting_after(before, change)
-        runs = {}
-        for setting, file in [(before, path), (after, path.with_suffix(".real.trace"))][:: -1 if n % 2 else 1]:
-            runs[file] = RealRun(engine_for(setting), setting, asks, file)  # in odd rounds in the other order
-        first, second = runs[path], runs[path.with_suffix(".real.trace")]
-        more = list(runs.values())
-        while more:
-            run = min(more, key=lambda run: run.clock.now)
-            end = run.clock.now + TURN
-            while run.clock.now < end:
-                if not run.step():
-                    more.remove(run)
-                    break
-        _, then = first.figures(), second.figures()
-        question = Question(path, "closed" if timeless else "recorded")
-        answer = question.play(question.changed(changes(change)))
+    for path in sorted(folder.glob(_name(workload, change, 0).replace("-0.trace", "-?.trace"))):
+        then = Run(recorded_view(TraceReader(path.with_suffix(".real.trace")))).figures
+        recorded = folder / f"{workload}-{path.stem[-1]}.trace"
+        question = Question(recorded if recorded.exists() else path, "closed" if timeless else "recorded")
+        answer = question.play(question.changed(changes(machine.change(change))))
         figures = answer.figures
         played.append(_relative(measures(figures), measures(then)))
         real.append(measures(then))
@@ -256,11 +342,6 @@ def pair(workload: str, change: str, rounds: int, folder: Path) -> dict[str, Any
     return found
 
 
-def setting_after(before: Setting, change: str) -> Setting:
-    """Returns a setting with a change."""
-    return replace(before, **{name: value_of(name, text) for name, text in changes(change).items()})
-
-
 def _relative(played: dict[str, float], real: dict[str, float]) -> dict[str, float]:
     return {name: played[name] / real[name] - 1 for name in real}
 
@@ -274,25 +355,58 @@ def pairs(only: str) -> Iterator[tuple[str, str]]:
 app = typer.Typer()
 
 
+Json = Annotated[bool, typer.Option("--json", help="Print a line of JSON for each pair.")]
+SHOWN = ("step", "step_noise", "first", "first_noise", "extrapolated")
+
+
+def line(one: dict[str, Any]) -> str:
+    """Returns what was found about a pair as a line."""
+    counts = {True: "exact", False: "differ", None: "-"}[one["exact"]]
+    figures = "".join(f"{one[name]:>+13.1%}" for name in SHOWN)
+    return f"{one['workload'] + ' ' + one['change']:32s}{one['steps']:7,}{counts:>8s}{figures}"
+
+
 @app.command("pairs")
 def compare(
-    rounds: Annotated[int, typer.Option(help="Real runs of each pair.")] = 3,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    rounds: Annotated[int, typer.Option(help="Real runs of each pair.", max=9)] = 3,
     only: Annotated[str, typer.Option(help="Only pairs whose names contain this.")] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each pair.")] = False,
+    keep: Annotated[Path | None, typer.Option(help="Keep the recordings in this folder, and do not play them.")] = None,
+    json: Json = False,
 ) -> None:
     """Compare what-ifs with real runs."""
-    shown = ("step", "step_noise", "first", "first_noise", "extrapolated")
+    machine = Machine(device)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = keep or Path(temporary)
+        folder.mkdir(exist_ok=True)
+        (folder / "device").write_text(device)
+        for n in range(rounds):
+            before = ""
+            for workload, change in pairs(only):
+                path = folder / _name(workload, change, n)
+                if device == "cpu":
+                    run_pair(machine, workload, change, n, folder)
+                    continue
+                if workload != before:  # once to warm up
+                    for _ in range(1 if n else 2):
+                        run_alone(machine, machine.setting(workload), workload, folder / f"{workload}-{n}.trace")
+                before = workload
+                path.touch()
+                run_alone(machine, machine.setting(workload, change), workload, path.with_suffix(".real.trace"))
+        if keep is None:
+            score(folder, json)
+
+
+@app.command()
+def score(folder: Path, json: Json = False) -> None:
+    """Compare what-ifs with the real runs that `pairs --keep` kept."""
+    machine = Machine((folder / "device").read_text())
     if not json:
-        print(f"{'pair':32s}{'steps':>7s}{'counts':>8s}" + "".join(f"{name:>13s}" for name in shown))
-    with tempfile.TemporaryDirectory() as folder:
-        for workload, change in pairs(only):
-            one = pair(workload, change, rounds, Path(folder))
-            if json:
-                print(jsonlib.dumps(one), flush=True)
-                continue
-            counts = {True: "exact", False: "differ", None: "-"}[one["exact"]]
-            figures = "".join(f"{one[name]:>+13.1%}" for name in shown)
-            print(f"{workload + ' ' + change:32s}{one['steps']:7,}{counts:>8s}{figures}", flush=True)
+        print(f"{'pair':32s}{'steps':>7s}{'counts':>8s}" + "".join(f"{name:>13s}" for name in SHOWN))
+    for workload, change in pairs(""):
+        if list(folder.glob(_name(workload, change, 0).replace("-0.trace", "-?.real.trace"))):
+            one = pair(machine, workload, change, folder)
+            print(jsonlib.dumps(one) if json else line(one), flush=True)
 
 
 LARGE = Setting(budget=8192, seqs=256, blocks=20_000, block_size=16, context=8192)
