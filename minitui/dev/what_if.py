@@ -19,8 +19,8 @@ A line has the medians of the rounds. `--keep` keeps all recordings, and `score`
 On a CPU, the engines have the bundled model and one thread. The two runs of a pair take turns of TURN seconds: it is
 the turn of the run whose clock is behind, so slow moments of the machine meet both. A run's clock is the processor time
 of its own turns: other programs do not count. On a GPU, the model has random weights and the shape of Qwen3-0.6B, and
-all is larger by SCALE; the runs follow each other in real time, after one that warms up. Time without requests is
-skipped.
+all is larger by SCALE; the runs follow each other in real time, each after one that warms up. Time without requests
+is skipped.
 
 `speed` reads and plays a recording of many requests: these begin with one of twenty texts of 400 tokens, go on with 50
 to 600 tokens of their own, and have replies of 20 to 300 tokens. The recorded engine has no device: a step costs about
@@ -303,16 +303,21 @@ def run_pair(machine: Machine, workload: str, change: str, n: int, folder: Path)
         run.write()
 
 
-def run_alone(machine: Machine, setting: Setting, workload: str, path: Path) -> None:
-    """Makes one real run, and keeps its recording."""
-    run = RealRun(machine, setting, machine.asks(workload), path)
-    while run.step():
-        pass
+def run_warm(machine: Machine, setting: Setting, workload: str, path: Path) -> None:
+    """Makes a real run twice, and keeps the second recording: the first run compiles kernels for its steps."""
+    for _ in range(2):
+        run = RealRun(machine, setting, machine.asks(workload), path)
+        while run.step():
+            pass
     run.write()
 
 
-def _name(workload: str, change: str, n: int) -> str:
-    return f"{workload}-{change}-{n}.trace".replace("|", "-")
+def _name(workload: str, change: str, n: int | str) -> str:
+    return f"{workload}-{change}-{n}.trace"
+
+
+def _real_runs(folder: Path, workload: str, change: str) -> list[Path]:
+    return sorted(folder.glob(_name(workload, change, "?.real")))
 
 
 def pair(machine: Machine, workload: str, change: str, folder: Path) -> dict[str, Any]:
@@ -321,10 +326,10 @@ def pair(machine: Machine, workload: str, change: str, folder: Path) -> dict[str
     found: dict[str, Any] = {"workload": workload, "change": machine.change(change), "exact": None}
     played: list[dict[str, float]] = []
     real: list[dict[str, float]] = []
-    for path in sorted(folder.glob(_name(workload, change, 0).replace("-0.trace", "-?.trace"))):
-        then = Run(recorded_view(TraceReader(path.with_suffix(".real.trace")))).figures
-        recorded = folder / f"{workload}-{path.stem[-1]}.trace"
-        question = Question(recorded if recorded.exists() else path, "closed" if timeless else "recorded")
+    for file in _real_runs(folder, workload, change):
+        then = Run(recorded_view(TraceReader(file))).figures
+        shared, own = folder / f"{workload}-{file.name[-12]}.trace", Path(str(file).replace(".real", ""))
+        question = Question(shared if shared.exists() else own, "closed" if timeless else "recorded")
         answer = question.play(question.changed(changes(machine.change(change))))
         figures = answer.figures
         played.append(_relative(measures(figures), measures(then)))
@@ -347,9 +352,9 @@ def _relative(played: dict[str, float], real: dict[str, float]) -> dict[str, flo
 
 
 def pairs(only: str) -> Iterator[tuple[str, str]]:
-    """Yields the pairs whose names contain a text."""
+    """Yields the pairs whose names contain one of these texts (with "|" between them)."""
     for workload, (_, _, changed) in WORKLOADS.items():
-        yield from ((workload, change) for change in changed if only in f"{workload} {change}")
+        yield from ((workload, one) for one in changed if any(text in f"{workload} {one}" for text in only.split("|")))
 
 
 app = typer.Typer()
@@ -387,12 +392,10 @@ def compare(
                 if device == "cpu":
                     run_pair(machine, workload, change, n, folder)
                     continue
-                if workload != before:  # once to warm up
-                    for _ in range(1 if n else 2):
-                        run_alone(machine, machine.setting(workload), workload, folder / f"{workload}-{n}.trace")
+                if workload != before:
+                    run_warm(machine, machine.setting(workload), workload, folder / f"{workload}-{n}.trace")
                 before = workload
-                path.touch()
-                run_alone(machine, machine.setting(workload, change), workload, path.with_suffix(".real.trace"))
+                run_warm(machine, machine.setting(workload, change), workload, path.with_suffix(".real.trace"))
         if keep is None:
             score(folder, json)
 
@@ -404,7 +407,7 @@ def score(folder: Path, json: Json = False) -> None:
     if not json:
         print(f"{'pair':32s}{'steps':>7s}{'counts':>8s}" + "".join(f"{name:>13s}" for name in SHOWN))
     for workload, change in pairs(""):
-        if list(folder.glob(_name(workload, change, 0).replace("-0.trace", "-?.real.trace"))):
+        if _real_runs(folder, workload, change):
             one = pair(machine, workload, change, folder)
             print(jsonlib.dumps(one) if json else line(one), flush=True)
 
@@ -444,7 +447,9 @@ def record(path: Path, requests: int) -> int:
             engine.step()
         else:
             device.now = at
-        recorder.feed(log.drain())
+        if not engine.scheduler.step % 50:  # more often, a busy core cannot write them
+            recorder.feed(log.drain())
+    recorder.feed(log.drain())
     recorder.close()
     return engine.scheduler.step
 
