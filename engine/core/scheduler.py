@@ -19,8 +19,10 @@ them are accepted.
 from __future__ import annotations
 
 import heapq
+import secrets
 from collections import deque
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import islice
 
 from engine.config import POLICIES
@@ -34,7 +36,10 @@ from engine.core.speculation import PromptLookup
 from engine.core.step import Scheduled
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
+from engine.trace.kind import MOST, MOST_RECORDS
 from engine.trace.records import RecordLog
+
+SALT_KEY = secrets.token_bytes(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,11 @@ class Scheduler:
         self.requests[request.id] = request
         request.side = [{} for _ in self.cache.sides]
         self.waiting.append(request)
-        self.log.append("submit", request.id, request.group, request.prompt_len, request.max_total)
+        priority = max(-MOST_RECORDS, min(MOST_RECORDS, request.priority))
+        self.log.append(
+            "submit", request.id, request.group, request.prompt_len, request.max_total, priority,
+            _salt_number(request.cache_salt),
+        )  # fmt: skip
         request.submitted_at, request.submitted_work = self.log.t, self.log.worked()
 
     def finish(self, request: Request, reason: str, output_tokens: int | None = None) -> None:
@@ -398,3 +407,9 @@ class Scheduler:
         request.preemptions += 1
         request.state = RequestState.PREEMPTED
         self.waiting.appendleft(request)
+
+
+def _salt_number(salt: str) -> int:
+    """Returns a number for the records, the same for equal salts. It does not tell the salt, which can be a secret."""
+    digest = blake2b(salt.encode("utf-8", "replace"), digest_size=4, key=SALT_KEY).digest()
+    return int.from_bytes(digest, "big") % MOST + 1 if salt else 0

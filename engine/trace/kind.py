@@ -120,12 +120,13 @@ class Reader:
 
 def named(record: Record) -> Any:
     """Returns the record with its fields as attributes."""
-    return _tuple(kind_of(record))._make(record)
+    return _tuple(kind_of(record))(*record)
 
 
 @cache
 def _tuple(kind: str) -> Any:
-    return namedtuple(kind, HEAD + FIELDS[kind])
+    defaults = [vars(KINDS[kind])[name] for name in FIELDS[kind] if name in vars(KINDS[kind])]
+    return namedtuple(kind, HEAD + FIELDS[kind], defaults=defaults)
 
 
 def as_dict(record: Record) -> dict[str, Any]:
@@ -205,6 +206,7 @@ Count = Annotated[int, count]
 Positive = Annotated[int, positive]
 OrNone = Annotated[int, position]  # a step, row or position; -1: none
 Sequence = Annotated[int, sequence]
+Whole = Annotated[int, _int(-MOST_RECORDS, MOST_RECORDS)]
 Text = Annotated[str, text]
 Counts = Annotated[list[int], counts]
 Blocks = Annotated[list[int], blocks]

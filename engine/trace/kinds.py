@@ -17,12 +17,14 @@ from engine.trace.views import ACTIVE, FREE, NodeView, RequestView
 
 
 class Submit(kind.Kind):
-    """Joins the end of the waiting queue."""
+    """Joins the end of the waiting queue. `salt`: a number for its cache_salt, equal for equal salts; 0: none."""
 
     request: kind.Count
     group: kind.Text
     prompt_tokens: kind.Count
     max_total: kind.Count
+    priority: kind.Whole = 0
+    salt: kind.Count = 0
 
     @staticmethod
     def apply(state: State, request: int, group: str, prompt_tokens: int, max_total: int) -> None:

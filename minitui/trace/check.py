@@ -114,15 +114,17 @@ def record(seq: int, line: Any) -> Record:
         raise ValueError(f"record {seq:,} has a kind that this version does not know: {_short(name)}")
     if name == "first" and len(fields) == 4:
         fields.pop()  # older versions wrote the time for sampling, which was always 0
-    missing = kind.defaults(len(kind.fields) - len(fields))
-    if missing is None:
-        raise ValueError(f"record {seq:,} ({name}) has {len(fields)} fields, not {len(kind.fields)}")
-    fields += missing
-    for i, (field, bound) in enumerate(kind.bounds.items()):
-        if not bound.fits(fields[i]):
-            raise ValueError(f"{field!r} of record {seq:,} ({name}) is {_short(fields[i])}")
-        if bound.convert is not None:
-            fields[i] = bound.convert(fields[i])
+    if len(fields) != len(kind.fields):
+        missing = kind.defaults(len(kind.fields) - len(fields))
+        if missing is None:
+            raise ValueError(f"record {seq:,} ({name}) has {len(fields)} fields, not {len(kind.fields)}")
+        fields += missing
+    for i, (fits, _, convert, _) in enumerate(kind.bounds.values()):
+        value = fields[i]
+        if not fits(value):
+            raise ValueError(f"{kind.fields[i]!r} of record {seq:,} ({name}) is {_short(value)}")
+        if convert is not None:
+            fields[i] = convert(value)
     return (seq, t, name, *fields)
 
 

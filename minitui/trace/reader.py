@@ -23,10 +23,13 @@ state before it (check.py). Every fault raises a TraceError with the line number
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -153,6 +156,7 @@ def _records(part: Part, line: Any) -> Iterator[Record]:
 __all__ = ["VERSION", "Keyframe", "Part", "TraceError", "TraceReader"]
 
 VERSION = 1
+MOST_PARTS = 4  # in memory
 STEP_ENDS = ("time", "fail")  # the records that end a step
 RANDOM = "random text, not shown"  # shown in place of random text
 
@@ -195,24 +199,40 @@ class TraceReader:
         return self.step_before + 1
 
     def part(self, index: int) -> Part:
-        """Returns the part that begins at keyframe `index`; keeps up to four parts in memory. Raises TraceError."""
+        """Returns the part that begins at keyframe `index`; keeps up to MOST_PARTS of them. Raises TraceError."""
         part = self._parts.get(index)
         if part is None:
             part = read_part(self.path, *self.keyframes[index : index + 2])
             kept = self._parts
-            while kept and (len(kept) >= 4 or sum(p.values for p in kept.values()) + part.values > MOST_VALUES):
+            while kept and (
+                len(kept) >= MOST_PARTS or sum(p.values for p in kept.values()) + part.values > MOST_VALUES
+            ):
                 del kept[next(iter(kept))]
             self._parts[index] = part
         return part
 
-    def parts(self) -> Iterator[tuple[Part, int | None]]:
+    def parts(self, on_all_cores: bool = False) -> Iterator[tuple[Part, int | None]]:
         """Yields every part, with the number of records that are missing before it; None: it continues the part before.
-        Raises TraceError."""
+        Raises TraceError. `on_all_cores`: other processes read the parts, for a caller that needs all of a long file.
+        """
         end = self.keyframes[0].seq
+        parts = self._read_ahead() if on_all_cores and len(self.keyframes) > MOST_PARTS else None
         for index, keyframe in enumerate(self.keyframes):
-            part = self.part(index)
+            part = self.part(index) if parts is None else next(parts)
             yield part, keyframe.seq - end if keyframe.seq != end or not index else None
             end = keyframe.seq + len(part.records)
+
+    def _read_ahead(self) -> Iterator[Part]:
+        """Yields every part; each core reads at most two parts ahead."""
+        cores = min(8, os.cpu_count() or 1)
+        with ProcessPoolExecutor(cores) as pool:
+            ahead: deque[Future[Part]] = deque()
+            for index in range(len(self.keyframes)):
+                ahead.append(pool.submit(read_part, self.path, *self.keyframes[index : index + 2]))
+                if len(ahead) > 2 * cores:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
 
     def records(self) -> Iterator[Record]:
         """Yields all records, oldest first."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,25 +26,42 @@ from minitui.whatif.settings import Setting, value_of
 CHECKED = ("time", "first_p50", "first_p99", "gap_p50", "gap_p99", "steps", "cached", "preemptions")
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No cyclic garbage collection: it would visit all records and requests again and again, which have no cycles."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
 class Question:
     """A recording that can be played again. Raises EngineError if it lacks what that needs."""
 
     def __init__(self, path: str | Path, arrivals: str = "recorded") -> None:
-        self.reader = TraceReader(path)
         self.arrivals = arrivals
-        self.recorded: Recorded = asked_in(self.reader)
+        with _uncollected():
+            self.reader = TraceReader(path)
+            self.recorded: Recorded = asked_in(self.reader)
         self.costs: Costs = costs_of(self.recorded.steps, str(path))
         self.setting = Setting.of(self.reader.info, self.reader.part(0).snapshot)
 
     def changed(self, changes: dict[str, str]) -> Setting:
         """Returns the setting of the recording with changes. Raises EngineError."""
-        if changes.get("policy") == "priority":
-            raise EngineError("policy=priority cannot be played: recordings do not have the priorities of requests")
+        if changes.get("policy") == "priority" and len({one.priority for one in self.recorded.requests}) < 2:
+            raise EngineError(
+                f"policy=priority cannot be played: the records of {self.reader.path} do not have the priorities of "
+                "requests, or all are the same"
+            )
         return replace(self.setting, **{name: value_of(name, text) for name, text in changes.items()})
 
     def play(self, setting: Setting, traced: bool = False) -> Player:
         """Plays the recording's requests under a setting."""
-        return Player(self.recorded, self.costs, setting, self.arrivals, traced).run()
+        with _uncollected():
+            return Player(self.recorded, self.costs, setting, self.arrivals, traced).run()
 
     def doubts(self, setting: Setting) -> list[str]:
         """Returns sentences about what the recording cannot tell about a setting."""

@@ -18,7 +18,7 @@ from typing import Any
 from engine.errors import EngineError
 from engine.trace.kind import Reader, Record, kind_of, named
 from engine.trace.state import State
-from engine.trace.views import RequestView
+from engine.trace.views import ACTIVE, SHARED, RequestView
 from minitui.trace.play_clock import PlayClock
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.history.steps import Steps
@@ -41,6 +41,8 @@ class Asked:
     reason: str = "length"
     ended: float | None = None
     salt: int = 0
+    priority: int = 0
+    recorded_salt: int = 0
     known: array[int] = field(default_factory=lambda: array("i"))  # the ids at its beginning
     before: int = 0  # tokens with KV when the recording began, of a request that had been admitted before
     after: Asked | None = None  # the request of the same chat whose answer came before it
@@ -88,7 +90,7 @@ def asked_in(reader: TraceReader) -> Recorded:
     it has no requests."""
     exact = not reader.info.engine and not reader.info.overlap
     hidden = hides_texts((part.snapshot, part.records) for part, _ in reader.parts())
-    kept = ((None if missing is None else part.snapshot, part.records) for part, missing in reader.parts())
+    kept = ((None if missing is None else part.snapshot, part.records) for part, missing in reader.parts(True))
     recorded = asked_of(kept, hidden, exact)
     if not recorded.requests:
         raise EngineError(f"{reader.path} has no requests: there is nothing to play")
@@ -118,6 +120,9 @@ def asked_of(kept: Kept, hidden: bool, exact: bool) -> Recorded:
     folding.close()
     requests = sorted(taken.values(), key=lambda one: (one.at, one.id))
     _find_chats(requests, folding.state.block_size)
+    if any(one.recorded_salt for one in requests):
+        for one in requests:
+            one.salt = one.recorded_salt
     notes = []
     if gaps:
         notes.append(f"records are missing in {gaps} places: requests that arrived there are left out")
@@ -174,7 +179,9 @@ class _Folding(Reader):
         self.state.apply(record)
         if kind_of(record) == "submit":
             self._waiting |= len(self.state.requests) == 1
-            one = self._note(self.state.requests[named(record).request], self.clock.now)
+            submitted = named(record)
+            one = self._note(self.state.requests[submitted.request], self.clock.now)
+            one.priority, one.recorded_salt = submitted.priority, submitted.salt
             if self._waiting:
                 self._together.append(one)
 
@@ -207,7 +214,9 @@ class _Folding(Reader):
 
     on_requeue = on_preempt
 
-    def on_step(self) -> None:
+    def on_step(self, step: int) -> None:
+        state = self.state
+        self._steps.note_in_use(step, (state.counts[ACTIVE] + state.counts[SHARED]) * state.block_size)
         # An idle engine takes all requests that came before it plans a step: they came together.
         for one in self._together:
             one.at = self._together[-1].at

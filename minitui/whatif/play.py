@@ -7,7 +7,7 @@ the tokens that the recording has, and a virtual clock advances by what a step c
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count as numbers
 from operator import gt
@@ -28,11 +28,10 @@ from engine.trace.side_pool import SideGroup
 from minitui.text import count
 from minitui.trace.recorder import Recorder
 from minitui.viewmodel.compare.figures import RunFigures
-from minitui.viewmodel.explain.cost_model import FEATURES
 from minitui.viewmodel.history.steps import IDLE_SHOWN
 from minitui.viewmodel.history.tokens import percentiles
 from minitui.whatif.asked import Asked, Recorded
-from minitui.whatif.cost import Costs, Deviations, beyond, kind_of_step, work_of
+from minitui.whatif.cost import FEATURES, Costs, Deviations, beyond, work_of
 from minitui.whatif.settings import Setting
 
 STOP = (1 << 31) - 2  # the id that ends a reply
@@ -79,9 +78,10 @@ class Device:
         self.now = 1.0
         self._costs: Costs | None = None  # None: steps take no time
         self.most = [0.0] * len(FEATURES)
-        self.extrapolated = 0  # steps with more work of some kind than any recorded step
+        self.extrapolated = 0  # steps that do more than any recorded step, or have a number of rows like none
         self.replies: dict[int, list[int]] = {}  # request -> its prompt and reply, and the end that may follow
         self.running: Callable[[], Iterable[Request]]
+        self.held: Callable[[], int]  # blocks that requests hold
         self._rows: dict[int, list[int]] = {}
         self._launched = 0.0  # ms of the launches since the last results
 
@@ -106,34 +106,34 @@ class Device:
             result.checked[i] = text[end - len(draft) : end + 1]
         return Launch(self, result, *self._cost(plan))
 
-    def _cost(self, plan: StepPlan) -> tuple[float, int]:
-        """Note what the launch of a step costs; return what the step costs beside it, in ms, and its kind."""
+    def _cost(self, plan: StepPlan) -> tuple[float, Sequence[float]]:
+        """Note what the launch of a step costs; return what the step costs beside it, in ms, and its work."""
         costs = self._costs
         if costs is None:
-            return 0.0, 0
-        work = work_of(plan)
+            return 0.0, ()
+        work = work_of(plan, self.held() * self.block_size)
         self.most = list(map(max, self.most, work))
-        self.extrapolated += any(map(gt, work, self._limits))
         own, launched = costs.of(work)
         self._launched += launched
-        return own, kind_of_step(work)
+        return own, work
 
-    def arrive(self, own: float, kind: int) -> None:
+    def arrive(self, own: float, work: Sequence[float]) -> None:
         """Advance the clock to the results of a step."""
-        fitted, self._launched = own + self._launched, 0.0
-        if self._costs is not None:
-            self.now += fitted * self._deviations.of(kind, fitted) / 1e3
+        launched, self._launched = self._launched, 0.0
+        if self._costs is not None and work:
+            self.now += self._deviations.took(work, self._costs.together(own, launched)) / 1e3
+            self.extrapolated += self._deviations.extrapolated or any(map(gt, work, self._limits))
 
 
 class Launch:
-    """A step on the simulated device. `own`: its cost in ms."""
+    """A step on the simulated device. `own`: its cost in ms; `work`: its features."""
 
-    def __init__(self, device: Device, result: StepResult, own: float, kind: int) -> None:
-        self._device, self._result, self._own, self._kind = device, result, own, kind
+    def __init__(self, device: Device, result: StepResult, own: float, work: Sequence[float]) -> None:
+        self._device, self._result, self._own, self._work = device, result, own, work
 
     def wait(self) -> StepResult:
         """Wait until the virtual clock is at the step's end."""
-        self._device.arrive(self._own, self._kind)
+        self._device.arrive(self._own, self._work)
         return self._result
 
 
@@ -174,6 +174,8 @@ class Player:
             clock=PlayedClock(self.log, self.device),
         )  # fmt: skip
         self.device.running = lambda: self.engine.scheduler.running
+        pool = self.engine.cache.allocator
+        self.device.held = lambda: pool.num_active + pool.num_shared
         self.log.enabled = False
         self.played: dict[int, Played] = {}  # by the engine's number
         self.refused: list[Asked] = []
@@ -259,8 +261,9 @@ class Player:
         params = SamplingParams(max_tokens=max(1, asked.most - (begin or asked.prompt)))
         try:
             request = self.engine.add_request(
-                ids[: begin or asked.prompt], params, asked.group, cache_salt=_salt(asked.salt)
-            )
+                ids[: begin or asked.prompt], params, asked.group, priority=asked.priority,
+                cache_salt=_salt(asked.salt),
+            )  # fmt: skip
         except InvalidRequest:
             self.refused.append(asked)
             self._answered(asked)
@@ -339,8 +342,8 @@ class Player:
             notes.append(f"{self.cut:,} {words} cut: pool or context are too small for the rest.")
         if self.device.extrapolated:
             share = self.device.extrapolated / max(1, self.steps)
-            reasons = "; ".join(beyond(self.device.most, self._costs.most))
-            notes.append(f"extrapolated: {share:.0%} of the steps do more than any recorded step: {reasons}.")
+            reasons = "; ".join(beyond(self.device.most, self._costs.most)) or "of rows"
+            notes.append(f"extrapolated: {share:.0%} of the steps have work like no recorded step: {reasons}.")
         return notes
 
     def write(self, path: Path, info: EngineInfo) -> None:

@@ -46,9 +46,9 @@ def test_a_bundled_recording_of_vllm():
     assert recorded["preemptions"] == 20 and played["preemptions"] == 0
     assert played["prompt_tokens"] == recorded["prompt_tokens"]
     again = data["what_if"]["recorded_setting_played"]
-    # The server was at its limit: its median time to first token hangs on a few steps more or less.
-    for key in ("time_ms", "first_token_p99_ms", "gap_p50_ms", "prompt_tokens_cached"):
-        assert again[key]["played"] == pytest.approx(again[key]["recorded"], rel=0.1), key
+    # The server was at its limit: its times to first token hang on a few steps more or less.
+    for key, off in {"time_ms": 0.1, "first_token_p99_ms": 0.3, "gap_p50_ms": 0.1, "prompt_tokens_cached": 0.1}.items():
+        assert again[key]["played"] == pytest.approx(again[key]["recorded"], rel=off), key
     assert any("Recorded from vLLM" in note for note in data["notes"])
 
 

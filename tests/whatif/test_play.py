@@ -61,7 +61,7 @@ def real(
     def ask(group: str, before: list[int]) -> None:
         new, most, salt = left[group].pop(0)
         params = SamplingParams(max_tokens=most, seed=seed)
-        engine.add_request([*before, *new], params, group, cache_salt=salt)
+        engine.add_request([*before, *new], params, group, cache_salt=salt, priority=int(group.split()[1]) % 3 - 1)
 
     for group in left:
         ask(group, [])
@@ -109,7 +109,8 @@ def played_counts(player: Player) -> dict[str, Any]:
 
 CHANGES = [
     "budget=16", "budget=512", "blocks=60", "blocks=400", "seqs=3", "policy=static", "policy=longest-prefix",
-    "eviction=fifo,blocks=60", "cache=off", "chunking=off", "budget=24,blocks=70,seqs=5", "block_size=8",
+    "policy=priority", "eviction=fifo,blocks=60", "cache=off", "chunking=off", "budget=24,blocks=70,seqs=5",
+    "block_size=8",
 ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from minitui.viewmodel.explain.usual_times import UsualTimes
 from minitui.viewmodel.history.steps import Steps
 
 ROUNDS = 6  # number of times that the errors are weighted again
+FIRST_SPREAD = 0.03  # relative error of a time, before the first fit tells it
 ALIKE = 1e-9  # the same for features that grow together so closely that nothing tells one from the other
 SINGULAR = 1e-12  # smaller singular values of the products of features, relative to the largest, are zero
 
@@ -51,18 +52,26 @@ class Fit:
         return np.sqrt(np.maximum(((work @ self.covariance) * work).sum(axis=1), 0.0))
 
 
-def robust(work: np.ndarray, took: np.ndarray) -> Fit:
-    """Returns the costs of work [n, features] that took these times [n], by iteratively reweighted least squares."""
+def robust(work: np.ndarray, took: np.ndarray, prior: np.ndarray | None = None) -> Fit:
+    """Returns the costs of work [n, features] that took these times [n], by iteratively reweighted least squares.
+
+    `prior`: combinations [k, features] of costs that are 0 unless the times tell otherwise: each in units of the error
+    of all times together.
+    """
     scale = np.maximum(work.max(axis=0), 1.0)
     scaled = work / scale
     # Minimise relative errors: a prefill of 60 ms may deviate more than a decode step of 3 ms.
     weights = base = 1.0 / np.maximum(took, max(float(np.median(took)), 1e-6))
-    cost = np.zeros(work.shape[1])
+    cost, spread = np.zeros(work.shape[1]), FIRST_SPREAD
     for _ in range(ROUNDS):
         used = weights
-        cost = _non_negative(scaled * weights[:, None], took * weights)
+        rows, right = scaled * weights[:, None], took * weights
+        if prior is not None:
+            rows, right = np.vstack((rows, spread * prior / scale)), np.append(right, np.zeros(len(prior)))
+        cost = _non_negative(rows, right)
         errors = np.abs(took - scaled @ cost)
         limit = 1.5 * max(1.4826 * float(np.median(errors)), 1e-6)
+        spread = 1.4826 * float(np.median(errors * base))
         weights = base * np.sqrt(np.minimum(1.0, limit / np.maximum(errors, 1e-12)))
     weighted = scaled * used[:, None]
     free = int(work.any(axis=0).sum())

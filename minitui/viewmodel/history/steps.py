@@ -125,6 +125,7 @@ class Steps(Reader):
         self._paused = array("d", [0.0]) * capacity  # seconds of pauses and slow motion since the history began
         self._paused_s = 0.0
         self._bucket = array("q", [0]) * capacity  # the bucket of Rates in which the step ended
+        self._in_use = array("q", [0]) * capacity  # tokens in the blocks that requests held; 0: not noted
         self._cut = array("d", [0.0]) * capacity
         self.cut_ms = 0.0  # time left out of the axis so far
         self._held = array("b", [0]) * capacity
@@ -241,6 +242,10 @@ class Steps(Reader):
     def on_fail(self, step: int) -> None:
         """The step has ended, without times."""
         self.last_ended = step
+
+    def note_in_use(self, step: int, tokens: int) -> None:
+        """Note how many tokens the blocks have that requests held in a step."""
+        self._in_use[step % self.capacity] = tokens
 
     def note_bucket(self, step: int, bucket: int) -> None:
         """Note the bucket of Rates in which a step ended."""

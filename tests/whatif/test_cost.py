@@ -1,0 +1,105 @@
+"""The fitted cost of a step: known costs are found again, also for work that was recorded only in other mixtures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minitui.viewmodel.history.steps import PARTS, Steps
+from minitui.whatif.cost import FEATURES, Costs, Deviations, costs_of, size_of
+
+
+def recorded(
+    rows: np.ndarray, keys: np.ndarray, in_use: np.ndarray, took: np.ndarray, host: np.ndarray | None = None
+) -> Steps:
+    """Returns steps that decode. `host`: ms that the host needs for the launch of each step; then steps overlap, and
+    `took` is the device's time."""
+    steps, n = Steps(len(rows)), len(rows)
+    steps.first, steps.last = 0, n - 1
+    steps.column("step")[:] = np.arange(n)
+    for name, values in {"tokens": rows, "decodes": rows, "keys": keys, "in_use": in_use, "end_seq": 1}.items():
+        steps.column(name)[:] = values
+    for name in PARTS:
+        steps.column(f"part:{name}")[:] = 0.0
+    launch = np.zeros(n) if host is None else np.append(host[1:], host[0])  # in the time of the step before
+    device, took = took, np.maximum(took, launch)
+    ends = np.cumsum(took) / 1e3
+    steps.column("part:launch")[:], steps.column("part:wait")[:] = launch, took - launch
+    steps.column("took")[:] = steps.column("wall")[:] = took
+    steps.column("ended")[:] = ends
+    steps.column("t")[:] = ends - (took * (0.5 if host is None else 1.5)) / 1e3
+    steps.column("device")[:] = np.nan if host is None else device
+    return steps
+
+
+def work(rows: float, keys: float, held: float) -> list[float]:
+    """Returns the features of a step that decodes."""
+    named = {"steps": 1.0, "steps with several rows": float(rows > 1), "rows": rows, "keys": keys, "held keys": held}
+    return [named.get(name, 0.0) for name in FEATURES]
+
+
+def predicted(costs: Costs, *step: float) -> float:
+    """Returns the time of a step after which as much work follows, without deviation."""
+    features = work(*step)
+    return Deviations(costs).took(features, costs.together(*costs.of(features)))
+
+
+@pytest.fixture
+def mixture() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    r = np.random.default_rng(1)
+    rows = r.integers(2, 40, 600)
+    own = rows * r.integers(100, 300, 600)
+    return rows, own + rows * 400, own + 1200  # each row reads one of three texts of 400 tokens, and tokens of its own
+
+
+def test_a_key_that_several_rows_share_is_cheaper_than_one_for_each(mixture):
+    rows, keys, held = mixture
+    costs = costs_of(recorded(rows, keys, held, 1.0 + 1e-5 * keys + 5e-5 * held), "here")
+    assert costs.error < 0.01
+    assert predicted(costs, 30, 18_000, 18_000) == pytest.approx(1.0 + 0.18 + 0.9, rel=0.02)
+    assert predicted(costs, 30, 18_000, 7_000) == pytest.approx(1.0 + 0.18 + 0.35, rel=0.02)
+
+
+def test_padding_of_sizes_is_kept_with_work_that_was_never_recorded_with_them(mixture):
+    rows, keys, held = mixture
+    padded = np.where(rows > 16, 1.0, 0.0)  # a graph of a larger size
+    costs = costs_of(recorded(rows, keys, held, 2.0 + padded + 1e-5 * keys), "here")
+    for n in (16, 17, 24):
+        assert predicted(costs, n, n * 600, n * 200 + 1200) == pytest.approx(2.0 + (n > 16) + n * 600e-5, rel=0.04), n
+
+
+def test_stalls_come_as_often_as_recorded_and_in_no_other_place(mixture):
+    rows, keys, held = mixture
+    took = 1.0 + 1e-5 * keys
+    stalled = took + np.where(np.arange(600) % 100 == 50, 30.0, 0.0)
+    costs = costs_of(recorded(rows, keys, held, stalled), "here")
+    deviations = Deviations(costs)
+    times = [deviations.took(w := work(*one), sum(costs.of(w))) for one in zip(rows, keys, held, strict=True)]
+    assert sum(time > 20 for time in times) == 6
+    assert sum(times) == pytest.approx(stalled.sum(), rel=0.02)
+    assert sorted(times)[-7] < 1.5 * took.max()
+
+
+def test_a_step_takes_the_longer_of_device_and_host(mixture):
+    rows, keys, held = mixture
+    device, host = 0.2 + 5e-5 * keys, 0.05 * rows
+    assert (host > device).sum() > 100 < (host < device).sum()
+    costs = costs_of(recorded(rows, keys, held, device, host), "here")
+    assert costs.overlap and costs.parallel
+    assert predicted(costs, 30, 18_000, 7_000) == pytest.approx(1.5, rel=0.02)  # the host; the device needs 1.1
+    assert predicted(costs, 12, 8_000, 4_400) == pytest.approx(0.6, rel=0.02)  # the device needs 0.6 as well
+    assert predicted(costs, 6, 4_000, 2_800) == pytest.approx(0.4, rel=0.05)  # the device; the host needs 0.3
+
+
+def test_a_step_with_more_rows_than_any_recorded_one_is_extrapolated(mixture):
+    rows, keys, held = mixture
+    deviations = Deviations(costs_of(recorded(rows, keys, held, 1.0 + 1e-5 * keys), "here"))
+    for n, unlike in ((20, False), (39, False), (80, True)):
+        deviations.took(work(n, n * 600, n * 200), 2.0)
+        assert deviations.extrapolated is unlike, n
+
+
+def test_sizes():
+    assert [size_of(work(n, 0, 0)) for n in (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 65, 127, 128, 130, 1000, 2048)] == [
+        1, 2, 4, 8, 8, 16, 16, 24, 40, 64, 72, 128, 128, 136, 1008, 2048
+    ]  # fmt: skip
