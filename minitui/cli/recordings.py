@@ -88,9 +88,10 @@ def replay(
       minitui replay run.trace --sweep budget=512..8192             first tokens, gaps and speed over a setting
 
     With --what-if, scheduler, allocator and prefix tree are the real ones; the device is simulated. What a step costs
-    is fitted to the recording, and the notes say with which error. Steps that do more than any recorded step are
-    extrapolated, and the notes say how many. --json has the keys of `minitui compare --json`; "what_if" has the fit,
-    and the recorded setting played in the same way. --sweep --json has "points" with their "figures".
+    is fitted to the recording, and the notes say with which error. Steps that do more than any recorded step, or
+    have a number of rows like none, are extrapolated, and the notes say how many. --json has the keys of `minitui
+    compare --json`; "what_if" has the fit, and the recorded setting played in the same way.
+    --sweep --json has "points" with their "figures".
     """
     if what_if is not None or sweep is not None:
         from minitui.cli import whatif

@@ -121,7 +121,7 @@ def table(name: str, values: list[str], found: list[Point]) -> list[str]:
             cells.append(f"{bar:<{BAR}} {one.text(one.of(point.figures)):<11}")
         lines.append("".join(cells).rstrip())
     if any(point.extrapolated for point in found):
-        lines.append("* extrapolated: steps do more than any recorded step")
+        lines.append("* extrapolated: some steps have work like no recorded step")
     return lines
 
 
@@ -144,8 +144,8 @@ def advise(
       minitui advise vllm-8b --goal first=200 --json
 
     The best setting is the one under which most requests a second keep the goals. The requests are played through the
-    scheduler with other budgets, numbers of rows, orders and drafts; the memory stays. "*" marks a setting whose steps
-    do more than any recorded step: their times are extrapolated.
+    scheduler with other budgets, numbers of rows, orders and drafts; the memory stays. "*" marks a setting with steps
+    whose work is like that of no recorded step: their times are extrapolated.
     """
     from minitui.goals import goal_words, goals_of
     from minitui.text import count

@@ -12,7 +12,7 @@ with the other setting:
 - "counts": steps, prompt tokens from the cache and preemptions. They must be equal in workloads whose arrivals do not
   depend on time: all first questions come at once, and each next one when its chat has its answer
 - "noise": how far the real runs of the rounds are from their median, at most
-- "extrapolated": the share of the played steps that do more than any recorded step
+- "extrapolated": the share of the played steps that do more than any recorded step, or have rows like none
 
 A line has the medians of the rounds. `--keep` keeps all recordings, and `score` plays those kept.
 
