@@ -154,7 +154,7 @@ class ClassApp(LessonApp, DemoApp):
         self._names = self.group_names()  # the recording keeps its own
         self.source, self.view = still, view
         view.travel_to(scene.at)
-        self.story = f"A recording of {reader.info.model} on {reader.info.device}: , and . show other steps."
+        self.story = f"A recording of {reader.info.model} on {reader.info.device}.\nPress , and . for other steps."
         self.switch_mode(scene.screen or "lecture")
 
     async def _play_question(self, scene: Scene) -> None:
