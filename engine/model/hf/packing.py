@@ -203,5 +203,5 @@ def format_error(fields: Fields, what: str, supported: str) -> CheckpointError:
     """Returns the error for a format that is not supported; it names the ways out."""
     return CheckpointError(
         f"{fields.path} has {what} in its quantization_config: supported are {supported}; use a checkpoint in one of "
-        "these, a GGUF file of the model, or its original checkpoint with --quantization int4 (CPU) or fp8 (GPU)"
+        "these, a GGUF file of the model, or its original checkpoint with --quantization int4, or fp8 on a GPU"
     )
