@@ -264,6 +264,19 @@ def test_the_block_table_of_a_finished_request_has_what_the_tree_keeps() -> None
     assert [int(n) for n in re.findall(r"\d+", row)] == [kept[block] for block in sorted(kept)] and len(kept) > 2
 
 
+def test_pages_of_blocks_that_do_not_fit_are_counted() -> None:
+    hybrid = Hybrid(STATES)
+    hybrid.ask([*SHARED, 41, 42, 43, 44, 45])
+    kept = hybrid.view.history.live.state.groups[0].kept
+    rows = texts(BlockTable().picture(hybrid.view, 46, 4).rows)
+    full, state = (next(row for row in rows if row.startswith(name)) for name in ("full", "state"))
+    hidden = int(re.search(r"\+(\d+)", full)[1])  # type: ignore[index]
+    shown = re.findall(r"(?<![+\d])\d+", state)
+    counted = int(re.search(r"\+(\d+)", state)[1])  # type: ignore[index]
+    assert hidden > counted > 0 and counted + len(shown) == len(kept)
+    assert full.index("+") + len(f"+{hidden}") == state.index("+") + len(f"+{counted}"), "one column"
+
+
 def test_the_origin_of_a_prompt_is_shown_for_each_group() -> None:
     view = two_prompts().view
     for height, first in ((6, 2), (4, 0)):

@@ -139,11 +139,20 @@ The last block has the slot of the newest state.""")
         left = lead if names or chip_lines < whole else 0
         if left:
             across = short
+
+        def page_of(i: int, place: int) -> int | None:
+            """The page of side group `i` at a block: the request's own, else what the tree keeps for it."""
+            page = side[i].get(place) if side else None
+            if page is None and side and place == len(table) - 1:
+                page = side[i].get(OWN)
+            in_tree = fates is None or fates[place] in ("cached", "held")
+            return pools[i].kept.get(table[place]) if page is None and in_tree else page
+
         with_logical = chip_lines >= (whole - 1 if names else whole)
         with_holders = chip_lines == whole or (not names and chip_lines == 2)
         rows: list[Runs] = []
-        whole = 3 - (-len(table) // across) * 3  # with the heading and the frame
-        self.wanted = whole if view.moment.still else max(whole, self.wanted)  # the panels do not move to and fro
+        wanted = 3 - (-len(table) // across) * whole  # rows, with the heading and the frame
+        self.wanted = wanted if view.moment.still else max(wanted, self.wanted)  # the panels do not move to and fro
         chosen = selected(view, "block")
         at = table.index(chosen) if chosen in table else None
         items = _with_ends(len(table), max(1, height // chip_lines) * across, across, at)
@@ -160,6 +169,10 @@ The last block has the slot of the newest state.""")
                 if index < 0:  # -index blocks are not shown here
                     logical.to(at).add(glyphs().dots.rjust(chip - 2), "dim")
                     chips.to(at).add(f"+{-index} ".rjust(chip - 1), "dim")
+                    first = items[start + column - 1] + 1 if start + column else 0
+                    for i, row in enumerate(below):
+                        n = sum(page_of(i, place) is not None for place in range(first, first - index))
+                        row.to(at).add(f"+{n} ".rjust(chip - 1) if n else "", "dim")
                     continue
                 block = table[index]
                 held = view.moment.shown.state.holders[block]
@@ -180,17 +193,10 @@ The last block has the slot of the newest state.""")
                     holders.to(at).add(f"{filled}/{size}".rjust(chip - 2), "ink")
                 elif held > (fates is None):
                     holders.to(at).add(f"{glyphs().times}{held}".rjust(chip - 2), "pool")
-                in_tree = fates is None or fates[index] in ("cached", "held")
-                for i, (pool, row) in enumerate(zip(pools, below, strict=True)):
-                    page = side[i].get(index) if side else None
-                    if page is None and side and index == len(table) - 1:
-                        page = side[i].get(OWN)
-                    if page is None and in_tree:
-                        page = pool.kept.get(block)
-                    if page is not None:
-                        users = min(2, pool.holders[page])
-                        look = f"on-fill on {('cached', 'active', 'shared')[users]}"
-                        row.to(at).add(f"{page} ".rjust(chip - 1), look)
+                for i, row in enumerate(below):
+                    if (page := page_of(i, index)) is not None:
+                        look = ("cached", "active", "shared")[min(2, pools[i].holders[page])]
+                        row.to(at).add(f"{page} ".rjust(chip - 1), f"on-fill on {look}")
             rows += [logical.done(width)] if with_logical else []
             rows += [row.done(width) for row in [chips, *below][: chip_lines - with_logical - with_holders]]
             if with_holders and (chip_lines == whole or holders.width):
