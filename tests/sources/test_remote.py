@@ -385,3 +385,26 @@ async def test_a_sampling_parameter_reaches_a_minitui_server_or_is_refused(name:
         with pytest.raises(InvalidRequest, match=f"cannot use {name}"):
             source.sent(params)
     await source.close()
+
+
+async def test_the_prefix_doctor_watches_a_server(server: Running, tmp_path: Path) -> None:
+    from minitui.cli.prefix import watch
+    from minitui.prefix.recorded import findings_in
+    from minitui.trace.reader import TraceReader
+
+    path = tmp_path / "watched.trace"
+    watching = asyncio.create_task(watch(server.url, path, None))
+    async with asyncio.timeout(60):
+        while not path.exists():  # it is made when the first state has arrived
+            assert not watching.done(), watching.exception()
+            await asyncio.sleep(0.02)
+    async with connected(server, tmp_path) as source:
+        prompt = [150, *range(60, 140)]
+        for end in ([41, 42], [43, 44]):
+            assert [ids async for delta in source.submit([*prompt, *end], greedy(3)) for ids in delta.ids]
+    watching.cancel()  # as after its seconds; it first takes the records until now
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+    first, second = findings_in(TraceReader(path))
+    assert (first.cause, second.cause, second.ancestor) == ("first", "none", first.number)
+    assert second.could == second.cached == 80 and (first.prompt, second.prompt) == (83, 83)
