@@ -16,6 +16,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 
 import minitui.vllm.recorder as recording
 from engine.trace.state import State
+from minitui.text import match_reason
 from minitui.trace import check
 from tests.support.vllm_direct import Direct, watch_steps
 from tests.support.vllm_driver import Load, make_scheduler
@@ -119,4 +120,7 @@ def test_the_two_workloads_of_vllm_45238_are_explained_to_the_token(make, shared
     first, second, later = matches[:TEXTS], matches[TEXTS : 2 * TEXTS], matches[2 * TEXTS :]
     assert {n for n, *_ in first} == {0} and {stop for _, stop, *_ in first} <= {"empty", "differs"}
     assert Counter(second) == {(0, "state", whole, f"0 of {LENGTH:,} tokens, cut by state"): TEXTS}
+    cached, stop, at, detail = second[0]
+    words = f"full attention has {whole:,} tokens, no checkpoint is before its end: {whole:,} tokens again"
+    assert match_reason(stop, at, cached, detail) == words, "what the panels say"
     assert {n for n, *_ in later} == {whole}
