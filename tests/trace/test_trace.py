@@ -17,7 +17,7 @@ from engine.params import SamplingParams
 from engine.trace.state import State
 from minitui.sources.recording import RecordingSource
 from minitui.trace.play_clock import LONGEST_PAUSE, PlayClock
-from minitui.trace.reader import TraceError, TraceReader
+from minitui.trace.reader import MOST_PARTS, TraceError, TraceReader
 from minitui.trace.recorder import Recorder
 from tests.support.fake_client import FakeSource
 from tests.support.golden import GOLDEN, INFO, make_engine, play, timeless, untimed
@@ -267,3 +267,20 @@ def test_a_recording_whose_last_bytes_find_no_room_says_so() -> None:
     recorder.begin(EngineInfo(model="m"), state.snapshot(), t=1.0)
     with pytest.raises(TraceError, match="No space left"):
         recorder.close()
+
+
+def test_all_cores_read_the_same_parts(tmp_path):
+    record_golden(tmp_path / "run.trace", keyframe_every=60)
+    reader = TraceReader(tmp_path / "run.trace")
+    assert len(reader.keyframes) > 2 * MOST_PARTS
+    alone, together = (
+        [(part.keyframe, part.records, part.due, missing) for part, missing in reader.parts(on_all_cores)]
+        for on_all_cores in (False, True)
+    )
+    assert alone == together
+    path, keyframe = reader.path, reader.keyframes[6]
+    data = bytearray(path.read_bytes())
+    data[keyframe.offset + 30 : keyframe.offset + 60] = bytes(30)
+    path.write_bytes(data)
+    with pytest.raises(TraceError, match="cannot be read beyond line"):
+        list(reader.parts(True))
