@@ -2,6 +2,10 @@
 
 The application tells the page its title and the keys of its screen (minitui/tui/widgets/bars.py). Where the pointer is
 a finger, the page has a button for each key, and a swipe turns the wheel of the mouse.
+
+xterm takes the pixels of its canvas from a ResizeObserver, whose device-pixel-content-box does not know of an emulated
+device pixel ratio (DevTools, Emulation.setDeviceMetricsOverride): there the terminal is two or three times too large.
+Devices are right; to try a ratio, start Chromium with --force-device-scale-factor=3.
 """
 
 from __future__ import annotations
