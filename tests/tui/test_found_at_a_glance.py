@@ -246,10 +246,14 @@ def test_a_few_blocks_have_large_cells_and_panels_take_the_rows_that_their_conte
         view.frame(stress.now)
         before = [panel.wanted for panel in panels]
         rows = [panel.picture(view, 80, 20).rows for panel in panels]
-        assert panels[0].wanted >= len(view.history.lanes.active) + 5 and panels[1].wanted >= before[1]
+        assert panels[0].wanted in (0, before[0]) and panels[1].wanted >= before[1], "moving panels stay for a while"
     table = view.moment.shown.state.requests[view.subject()].table
     assert panels[1].wanted >= 6 and len(table) <= (panels[1].wanted - 3) // 3 * 13
-    assert sum(bool(plain(row).strip()) for row in rows[0]) <= panels[0].wanted
+    stress.gate(True)
+    view.fold(stress.drain(), stress.now)
+    view.frame(stress.now)
+    rows = panels[0].picture(view, 80, 20).rows
+    assert 0 < sum(bool(plain(row).strip()) for row in rows) <= panels[0].wanted <= len(view.history.lanes.lanes) + 5
 
 
 # ---- what has just changed

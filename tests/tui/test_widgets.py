@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
 from itertools import combinations
@@ -18,7 +19,7 @@ from minitui.trace.reader import TraceReader
 from minitui.tui import theme
 from minitui.tui.glyphs import ASCII, UNICODE, glyphs, use_ascii
 from minitui.tui.theme import COLOURS, Palette, palette
-from minitui.tui.widgets.base import LinePanel
+from minitui.tui.widgets.base import LinePanel, changes
 from minitui.tui.widgets.chat.occupancy import Occupancy, PromptOrigin, shares
 from minitui.tui.widgets.inspect.block_colours import COLOURINGS
 from minitui.tui.widgets.inspect.block_map import BlockMap, grid
@@ -276,6 +277,25 @@ def test_every_text_has_a_contrast_of_four_and_a_half_in_every_theme(panel):
                                 ink, ground, _, _ = Palette.parts(words)
                                 ratio = contrast(colours[ink], colours[ground])
                                 assert ratio >= 4.5, f"{name}: {words!r} {ratio:.2f} for {text!r}"
+
+
+def test_only_the_parts_of_a_row_that_differ_are_drawn_again():
+    before = (("ab", "ink"), ("c" * 20, "dim"), ("d" * 8, "ink"))
+    assert changes(before, before, 30) == []
+    assert changes(before, (("a", "ink"), ("b", "ink"), ("c" * 20, "dim"), ("d" * 8, "ink")), 30) == []
+    assert changes(before, (("aX", "ink"), ("c" * 20, "dim"), ("d" * 7, "ink"), ("d", "bad")), 30) == [(0, 2), (29, 30)]
+    assert changes(before, (("ab", "bad"), ("c" * 20, "dim"), ("d" * 8, "bad")), 30) == [(0, 2), (22, 30)]
+    assert changes(before, (("ab", "ink"), ("c" * 4 + "X" + "c" * 9 + "Y", "dim"), *before[1:]), 30)[0][0] == 2
+    assert changes(before, (*before, ("  ", "ink")), 32) == [(30, 32)], "a wider panel"
+    assert changes(before, (("意", "ink"), *before[1:]), 30) == [(0, 30)], "cells are not characters"
+    rng = random.Random(0)
+    for _ in range(300):
+        one, other = ([(rng.choice("ab"), rng.choice(("ink", "dim"))) for _ in range(40)] for _ in "12")
+        other = [new if rng.random() < 0.1 else old for old, new in zip(one, other, strict=True)]
+        parts = changes(tuple(one), tuple(other), 40)
+        inside = {x for begin, end in parts for x in range(begin, end)}
+        assert {x for x in range(40) if one[x] != other[x]} <= inside
+        assert all(one[b] != other[b] and one[e - 1] != other[e - 1] for b, e in parts)
 
 
 def test_fit_and_cut_count_cells_not_characters():

@@ -99,6 +99,7 @@ def _entries(legend: list[Run]) -> list[list[Run]]:
     return [entry for entry in entries if entry]
 
 
+NEAR = 12  # cells; a jump of the cursor takes as many bytes
 NARROWEST = 8  # cells; narrower panels are blank
 
 
@@ -233,13 +234,12 @@ class LinePanel(CellWidget, can_focus=True):
         regions = []
         for y, row in enumerate(rows):
             if row != self.drawn_rows[y]:
-                left, right = _difference(self.drawn_rows[y], row)
-                regions.append(Region(left, y, max(1, width - left - right), 1))
+                regions += [Region(at, y, end - at, 1) for at, end in changes(self.drawn_rows[y], row, width)]
                 self._strips[y] = None
+        self.drawn_rows = rows
         if regions:
-            self.drawn_rows = rows
             self.refresh_cells(regions)
-        return len(regions)
+        return len({region.y for region in regions})
 
     def drawn(self, view: View, width: int, height: int) -> list[Runs]:
         """Returns the rows of `framed` as they are drawn: blank in a very narrow panel, in ASCII with `--ascii`."""
@@ -371,15 +371,20 @@ class ScrollPanel(LinePanel):
         self.action_scroll(-3)
 
 
-def _difference(before: Runs, after: Runs) -> tuple[int, int]:
-    """Returns the number of equal cells at (the left end, the right end) of two rows. Only whole runs are compared."""
-    left = right = 0
-    for old, new in zip(before, after, strict=False):
-        if old != new:
-            break
-        left += cells(new[0])
-    for old, new in zip(reversed(before), reversed(after), strict=False):
-        if old != new:
-            break
-        right += cells(new[0])
-    return left, right
+def changes(before: Runs, after: Runs, width: int) -> list[tuple[int, int]]:
+    """Returns (begin, end) in cells of each part of a row that differs. Parts less than NEAR cells apart are one."""
+    if any(cells(text) != len(text) for row in (before, after) for text, _ in row):
+        return [(0, width)]
+    parts: list[tuple[int, int]] = []
+    at = 0
+    old, new = iter(before), iter(after)
+    (was, old_style), (now, new_style) = next(old, ("", "")), next(new, ("", ""))
+    while was and now:
+        n = min(len(was), len(now))
+        if old_style != new_style or was[:n] != now[:n]:
+            begin = parts.pop()[0] if parts and at - parts[-1][1] < NEAR else at
+            parts.append((begin, at + n))
+        at += n
+        was, old_style = (was[n:], old_style) if n < len(was) else next(old, ("", ""))
+        now, new_style = (now[n:], new_style) if n < len(now) else next(new, ("", ""))
+    return [*parts, (at, width)] if was or now else parts  # the row before had another width

@@ -16,6 +16,7 @@ from minitui.viewmodel.view import View
 ROWS = 3
 LEAST_ROWS = 22  # of the screen
 LEAST_BAR = 8  # cells
+LEAST_S = 1.0  # a hit is shown for so long, also if there are more
 # Each character has 5 rows of 3 dots: an octal digit is a row.
 _DOTS = {
     "0": "75557", "1": "26227", "2": "71747", "3": "71717", "4": "55711", "5": "74717", "6": "74757", "7": "71111",
@@ -42,6 +43,8 @@ class HitCard(Bar):
 
     DEFAULT_CSS = f"HitCard {{ height: {ROWS}; display: none; }}"
     _hidden_for = -1  # the request whose card was clicked away
+    _hit: Hit | None = None
+    _since = 0.0  # when it was chosen
 
     _left_out = False
     _was_shown = False
@@ -55,8 +58,10 @@ class HitCard(Bar):
 
     def paint(self, view: View) -> int:
         """Paint the card, or hide it."""
-        room = self.app.size.height >= LEAST_ROWS and not self._left_out
-        self._hit = last_hit(view) if view.history.loaded and room else None
+        if self.app.size.height < LEAST_ROWS or self._left_out or not view.history.loaded:
+            self._hit = None
+        elif view.moment.still or self._hit is None or not 0 <= view.moment.now - self._since < LEAST_S:
+            self._since, self._hit = view.moment.now, last_hit(view)
         wanted = self._hit is not None and self._hit.lane.id != self._hidden_for
         if self.display != wanted:
             self.display = wanted

@@ -133,6 +133,8 @@ def icicle(
         next_row += len(evicted)
     found.spare = room - next_row
     most = max((bar.end for bar in bars if bar.first < room), default=1)
+    round_to = max(16, 1 << most.bit_length() >> 4)  # the scale does not change with each token
+    most = -(-most // round_to) * round_to
     columns = max(8, width - NAMES - (RANK if any(bar.rank for bar in bars) else 0))
     found.per_column = most / columns
     found.rows = [_axis(found.per_column, columns, width)]

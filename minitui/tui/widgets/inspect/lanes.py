@@ -23,7 +23,7 @@ from minitui.viewmodel.history.lanes import LaneRows
 from minitui.viewmodel.view import View
 
 SPAN_SECONDS = 10.0
-SPARE = 3  # rows for the next requests
+SETTLED_S = 5.0  # the heights of moving panels stay for so long
 STALL_SECONDS = 1.0  # between two searches for the worst stall
 STALL, STALL_WORDS = PREEMPTED + 1, PREEMPTED + 2  # codes of cells, besides those of lanes
 STEPS_PER_COLUMN = (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500)
@@ -77,6 +77,7 @@ select one of these two, the label names that request. A label has the colour of
         self.stall: Stall | None = None  # the worst one in sight
         self._stall_of: object = None  # what it was computed for
         self._says_why = False  # its cause is beside it
+        self._sized = 0.0  # when a moving picture got its rows
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         named = width >= 84
@@ -91,8 +92,10 @@ select one of these two, the label names that request. A label has the colour of
         self.first_step = (last_column - self.columns + 1) * self.k
         end = min(horizon, self.first_step + self.k * self.columns - 1)
         needs = 5 + len(lanes.active) + lanes.number_ended(self.first_step, end)
-        if needs > self.wanted or needs < self.wanted - 2 * SPARE:
-            self.wanted = needs + SPARE * (not view.moment.still)  # the panels do not move with each request
+        if view.moment.still:
+            self.wanted = needs
+        elif not 0 <= view.moment.now - self._sized < SETTLED_S and not needs <= self.wanted < 2 * needs:
+            self._sized, self.wanted = view.moment.now, needs + needs // 2 if self._sized else 0
         scale = (self.back, self.k)
         self.rows.place(lanes, max(0, height - 3), self.first_step, end, scale, selected(view, "request"))
         self._find_stall(view, end)
