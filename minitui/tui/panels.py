@@ -158,7 +158,7 @@ PANELS = table((
     Panel(name="tree", widget=RadixTree, column="right", every=4, turn=2,
         help="the cached texts: the requests that use them, the tokens saved, the order of eviction"),
     Panel(name="timings", widget=StepTimings, column="right", every=10, turn=4,
-        height=lambda room: 10 + (room.screen >= 36) + (room.screen >= 44),
+        height=lambda room: 10 + (room.screen >= 36) + (room.screen >= 44) if room.rows >= 26 else 7,  # room for a tree
         help="decode, mixed and prefill steps; the slowest steps and why; whether the host or the device limits"),
     Panel(name="waterfall", widget=Waterfall, column="alone", every=2, turn=1, key="w",
         does="Show host, device and requests on an axis of time (inspect). Again: all panels.",
