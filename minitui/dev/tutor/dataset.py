@@ -16,9 +16,12 @@ from typing import Any
 
 CORPUS = Path(__file__).resolve().parent / "corpus"
 ITEM_FILES = ("engine.jsonl", "app.jsonl", "talk.jsonl", "refusals.jsonl")
+# The frozen evaluation, questions as students would put them, and the questions by which wordings are improved.
+CHECK_FILES = ("evaluation.jsonl", "students.jsonl", "development.jsonl")
 NOT_CAUGHT = "not_caught"  # id of the item with the answer "I did not catch that"
 NO_MORE = "no_more"  # id of the item that answers a follow-up without an answer of its own
 NEAR_DUPLICATE = 0.8  # similarity from which a wording is too near to a held-out question
+NEAR_STUDENTS = 0.6  # the same for the questions of students.jsonl: they are younger, and judged more strictly
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,16 @@ class Item:
 class Check:
     """One input of the frozen evaluation. facts and never are regular expressions, matched ignoring case."""
 
-    tier: str  # near, far, outside, garbled or turns
+    tier: str  # near, far, outside, garbled, students, or seven: the seven questions of five phrasings each
     id: str
     question: str
     facts: tuple[str, ...]
     never: tuple[str, ...]
+
+    @property
+    def near(self) -> float:
+        """The similarity from which a wording is too near to this question."""
+        return NEAR_STUDENTS if self.tier in ("seven", "students") else NEAR_DUPLICATE
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -84,8 +92,8 @@ def load_items() -> dict[str, Item]:
     return items
 
 
-def load_checks(name: str = "evaluation.jsonl") -> list[Check]:
-    """Returns the checks of a file: the frozen evaluation, or with its file name the development set."""
+def load_checks(name: str = CHECK_FILES[0]) -> list[Check]:
+    """Returns the checks of a file of CHECK_FILES."""
     return [
         Check(row["tier"], row["id"], row["question"], tuple(row.get("facts", ())), tuple(row.get("never", ())))
         for row in read_jsonl(CORPUS / name)
@@ -103,25 +111,25 @@ def word_set(text: str) -> frozenset[str]:
 
 
 class HeldOut:
-    """Finds wordings that are too near to a held-out question: the Jaccard similarity of the two word sets is
-    NEAR_DUPLICATE or more."""
+    """Finds wordings that are too near to a held-out question, by the Jaccard similarity of the two word sets."""
 
-    def __init__(self, questions: list[str]) -> None:
-        sets = [word_set(question) for question in questions]
-        common = Counter(word for words in sets for word in words)
-        # A wording that is too near lacks at most a fifth of the question's words. So it contains at least one of the
-        # question's rarest words, if a fifth of the words plus one are taken as the rarest: only these are indexed.
-        self._by_word: dict[str, list[frozenset[str]]] = {}
-        for words in sets:
+    def __init__(self, checks: list[Check]) -> None:
+        sets = [(word_set(check.question), check.near) for check in checks]
+        common = Counter(word for words, _ in sets for word in words)
+        # A wording that is too near lacks at most a share of 1 - near of the question's words. So it contains at least
+        # one of the question's rarest words, if that share of the words plus one are taken as the rarest: only these
+        # are indexed.
+        self._by_word: dict[str, list[tuple[frozenset[str], float]]] = {}
+        for words, near in sets:
             rare = sorted(words, key=lambda word: (common[word], word))
-            for word in rare[: int((1 - NEAR_DUPLICATE) * len(words) + 1e-9) + 1]:
-                self._by_word.setdefault(word, []).append(words)
+            for word in rare[: int((1 - near) * len(words) + 1e-9) + 1]:
+                self._by_word.setdefault(word, []).append((words, near))
 
     def too_near(self, text: str) -> bool:
         """Returns True if a wording must not be used for training."""
         words = word_set(text)
         return any(
-            len(words & held) >= NEAR_DUPLICATE * len(words | held)
+            len(words & held) >= near * len(words | held)
             for word in words
-            for held in self._by_word.get(word, ())
+            for held, near in self._by_word.get(word, ())
         )

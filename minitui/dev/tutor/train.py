@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from minitui.dev.tutor.dataset import HeldOut, load_checks, load_items, load_words
+from minitui.dev.tutor.dataset import CHECK_FILES, HeldOut, load_checks, load_items, load_words
 from minitui.dev.tutor.evaluate import answers_of, known, score, table
 from minitui.dev.tutor.rows import Conversations, pack, tokenizer_texts, train_tokenizer
 from minitui.dev.tutor.wordings import Damage
@@ -200,7 +200,7 @@ def _pack_rows(job: tuple[int, int, int, bool]) -> tuple[Any, Any, Any]:
 
 def make_conversations(tokenizer: Tokenizer, damage: Damage) -> Conversations:
     """Returns the corpus without the held-out questions."""
-    held_out = [check.question for name in ("evaluation.jsonl", "development.jsonl") for check in load_checks(name)]
+    held_out = [check for name in CHECK_FILES for check in load_checks(name)]
     return Conversations(load_items(), load_words(), HeldOut(held_out), damage, tokenizer)
 
 

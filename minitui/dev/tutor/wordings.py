@@ -7,6 +7,7 @@ Some of the heavily damaged wordings are answered "I did not catch that", so tha
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ def expand(pattern: str, rng: random.Random) -> str:
         chosen = rng.choice(match.group(1).split("|"))
         pattern = pattern[: match.start()] + chosen + pattern[match.end() :]
     return re.sub(r"\s+", " ", pattern).strip()
+
+
+def variants(pattern: str) -> int:
+    """Returns how many texts a pattern without nested brackets stands for."""
+    return math.prod(1 + choices.count("|") for choices in CHOICE.findall(pattern))
 
 
 class Synonyms:
@@ -83,6 +89,12 @@ class Wordings:
         self._stop: frozenset[str] = frozenset(words["stop"])
         self._glue: list[str] = words["glue"]
         self._openings: list[str] = words["openings"]
+        # A pattern is drawn the more often, the more texts it stands for; the canonical question in one of eight draws.
+        self._texts = {item.id: (item.question, *item.wordings) for item in items.values()}
+        self._chances = {}
+        for item in items.values():
+            chances = [1 + math.log2(variants(wording)) for wording in item.wordings]
+            self._chances[item.id] = [max(1.0, sum(chances) / 7), *chances]
         known = [item for item in items.values() if item.kind in ("engine", "app")]
         self._known = [item.id for item in known]
         self._domain = sorted(
@@ -108,10 +120,15 @@ class Wordings:
     def plain(self, item: Item, rng: random.Random) -> str:
         """Returns a wording of the corpus, with changes to capitals and end mark only: the model memorises it."""
         for _ in range(ATTEMPTS):
-            text = self.fill(expand(rng.choice((item.question, *item.wordings)), rng), rng)
-            if not self._held_out.too_near(text):
+            text = self._wording(item, rng)
+            if text == item.question or not self._held_out.too_near(text):
                 return text if rng.random() < 0.6 else casing(text, rng)
         return item.question
+
+    def _wording(self, item: Item, rng: random.Random) -> str:
+        """Returns a text of the corpus for the item's question."""
+        pattern = rng.choices(self._texts[item.id], self._chances[item.id])[0]
+        return self.fill(expand(pattern, rng), rng)
 
     def fill(self, text: str, rng: random.Random) -> str:
         """Returns the text with every {slot} replaced by one of the slot's words."""
@@ -181,7 +198,7 @@ class Wordings:
             return " ".join(words[start : start + size]).lower()
         if item.concepts and rng.random() < self._damage.concepts:
             return self._of_concepts(item.concepts, rng)
-        text = self.fill(expand(rng.choice((item.question, *item.wordings)), rng), rng)
+        text = self._wording(item, rng)
         if rng.random() < self._damage.keywords:
             content = self._content_words(text)
             if rng.random() < 0.5:
