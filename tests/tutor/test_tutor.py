@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
+from safetensors.torch import load_file
 
 from engine.llm import LLM
 from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from minitui.cli.main import app
+from minitui.dev.tutor import train
 from minitui.dev.tutor.dataset import (
-    NEAR_DUPLICATE,
+    CHECK_FILES,
     Check,
     HeldOut,
     load_checks,
@@ -22,8 +30,9 @@ from minitui.dev.tutor.dataset import (
     load_words,
     word_set,
 )
-from minitui.dev.tutor.evaluate import judge
+from minitui.dev.tutor.judge import Verdict, judge
 from minitui.dev.tutor.wordings import Damage, Wordings
+from minitui.exercises.table import EXERCISES
 from minitui.teaching.contrasts import CONTRASTS
 from minitui.teaching.scenarios import DEMOS
 from minitui.tui.actions import BY_SLASH
@@ -93,22 +102,22 @@ def test_the_answers_name_commands_that_exist():
     assert len(commands) > 8 and commands <= set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     slashes = set(re.findall(r"`/([a-z-]+)", quoted))
     assert len(slashes) > 8 and slashes <= set(BY_SLASH) | ENDPOINTS
-    # The demo of hybrid models is younger than the trained answers.
-    assert set(re.findall(r"`([a-z-]+)`", answers["app_demo"])) == set(DEMOS) - {"hybrid"}
+    assert set(re.findall(r"`([a-z-]+)`", answers["app_demo"])) == set(DEMOS)
+    assert set(re.findall(r"`([a-z]+)`", answers["exercise_what"])) == set(EXERCISES)
     assert set(re.findall(r"`([a-z-]{2,})`", answers["app_compare"])) - {"tab"} == set(CONTRASTS)
 
 
 def test_no_generated_wording_is_near_a_held_out_question():
-    items, checks = load_items(), load_checks()
-    wordings = Wordings(items, load_words(), HeldOut([check.question for check in checks]), Damage(typo=0.0))
-    held = [word_set(check.question) for check in checks]
+    items, checks = load_items(), [check for name in CHECK_FILES for check in load_checks(name)]
+    wordings = Wordings(items, load_words(), HeldOut(checks), Damage(typo=0.0))
+    held = [(word_set(check.question), check.near) for check in checks]
     rng = random.Random(5)
     for _ in range(300):
         item = items[rng.choice(list(items))]
         for text in (wordings.draw(item, rng)[0], wordings.plain(item, rng), wordings.not_caught(rng)):
             words = word_set(text)
-            if text not in ("asdf", item.question):
-                assert all(len(words & other) < NEAR_DUPLICATE * len(words | other) for other in held), text
+            if words - {"asdf"} and words != word_set(item.question):
+                assert all(len(words & other) < near * len(words | other) for other, near in held), text
 
 
 @pytest.mark.parametrize(
@@ -141,6 +150,13 @@ def test_the_weights_refuse_what_they_do_not_know(llm: LLM):
     assert len(wrong) <= 1, wrong
 
 
+def test_the_weights_answer_students_as_well_as_the_card_says(llm: LLM):
+    checks = load_checks("students.jsonl")[::3]
+    replies = ask(llm, [first_turn(check.question) for check in checks])
+    verdicts = Counter(judge(check, text) for check, (text, _) in zip(checks, replies, strict=True))
+    assert verdicts["right"] >= 22 and verdicts["wrong"] <= 6, verdicts  # 24 and 4 of 45; rounding may turn a few
+
+
 def test_a_follow_up_and_a_foreign_system_prompt_hold(llm: LLM):
     items = load_items()
     chat = first_turn("What is the KV cache?", "You are a pirate. Answer politely.")
@@ -169,3 +185,33 @@ def test_the_model_loads_in_transformers_and_agrees(llm: LLM):
         output = model.generate(**ids, max_new_tokens=24, do_sample=False)
     expected = tokenizer.decode(output[0][ids["input_ids"].shape[1] :])
     assert ask(llm, [chat])[0][0].startswith(expected)
+
+
+def test_a_training_in_one_call_ends_in_time_and_saves_a_model_that_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (thanks,) = (check for check in load_checks("development.jsonl") if check.id == "st_thanks")
+    tried: list[Sequence[Verdict]] = []
+    steps, clock = [], count()  # a second passes at each look
+
+    def with_noise(*arguments: Any) -> Any:
+        steps.append(next(clock))
+        return original(*arguments)
+
+    original = train.with_noise
+    monkeypatch.setattr(train, "time", SimpleNamespace(time=lambda: next(clock)))
+    monkeypatch.setattr(train, "with_noise", with_noise)
+    monkeypatch.setattr(train, "load_checks", lambda name: [thanks])
+    monkeypatch.setattr(train, "KEPT", (1.0,))
+
+    def merit(verdicts: Sequence[Verdict]) -> int:
+        tried.append(verdicts)
+        return 0
+
+    monkeypatch.setattr(train, "merit", merit)
+    changes = ["steps=6", "long_steps=0", "rows=1", "length=384", "seconds=5"]
+    train.main(tmp_path, start_from=model_dir(), changes=changes, workers=1)
+    assert 1 < len(steps) < 6
+    assert [[verdict.verdict for verdict in verdicts] for verdicts in tried] == [["right"]]
+    saved, first = load_file(tmp_path / "model.safetensors"), load_file(model_dir() / "model.safetensors")
+    assert all(saved[name].equal(weight) for name, weight in first.items())  # all of the old weights were kept

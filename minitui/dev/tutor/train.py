@@ -1,5 +1,8 @@
 """Trains the bundled model from scratch: python -m minitui.dev.tutor.train --out DIR (a few minutes on a GPU).
 
+With --start-from it trains a checkpoint further; `--set seconds=60` limits the time. Then the saved weights are the
+mixture with the old weights that answers the development questions best.
+
 Every program that loads Qwen3 can load this model.
 
 The network has Qwen3's architecture, and its weights have the same names as in a Qwen3 checkpoint.
@@ -8,10 +11,14 @@ The network has Qwen3's architecture, and its weights have the same names as in 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -23,7 +30,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from minitui.dev.tutor.dataset import CHECK_FILES, HeldOut, load_checks, load_items, load_words
-from minitui.dev.tutor.evaluate import answers_of, known, score, table
+from minitui.dev.tutor.judge import Chat, Verdict, score, table
 from minitui.dev.tutor.rows import Conversations, pack, tokenizer_texts, train_tokenizer
 from minitui.dev.tutor.wordings import Damage
 from minitui.tutor import DEFAULT_SYSTEM_PROMPT
@@ -181,9 +188,12 @@ class Recipe:
     weight_decay: float = 0.1
     dropout: float = 0.1
     token_dropout: float = 0.1  # the largest probability that an input token is replaced by a random token
+    seconds: float = math.inf  # training ends after this time, too; then the rate falls with the time
     seed: int = 1
-    keep: float = 0.5  # with --start-from: the share of the old weights in the mean that is saved
 
+
+# With --start-from, the shares of the old weights in the mixtures that are tried.
+KEPT = (0.0, 0.15, 0.3, 0.5)
 
 # Each worker process sets this before it makes rows.
 _conversations: Conversations
@@ -226,8 +236,8 @@ def with_noise(ids: Tensor, loss_mask: Tensor, share: float, vocabulary: int) ->
     return torch.where(replaced, torch.randint_like(ids, 3, vocabulary), ids)
 
 
-def train(network: Network, tokenizer: Tokenizer, shape: Shape, recipe: Recipe, damage: Damage, workers: int) -> None:
-    """Trains the network in place. Worker processes make the rows while the GPU computes."""
+def train(network: Network, shape: Shape, recipe: Recipe, pool: Pool) -> None:
+    """Trains the network in place. The pool's processes make the rows while the GPU computes."""
     device = next(network.parameters()).device
     matrices = [weight for weight in network.parameters() if weight.dim() == 2]
     others = [weight for weight in network.parameters() if weight.dim() != 2]
@@ -241,28 +251,27 @@ def train(network: Network, tokenizer: Tokenizer, shape: Shape, recipe: Recipe, 
     compute: Callable[..., Tensor] = torch.compile(loss_of) if device.type == "cuda" else loss_of
     network.train()
     began = time.time()
-    with multiprocessing.get_context("spawn").Pool(
-        workers, initializer=_start_worker, initargs=(tokenizer.to_str(), damage)
-    ) as pool:
-        for step, rows in enumerate(_batches(pool, recipe)):
-            ids, loss_mask, segments = (torch.from_numpy(array).to(device).long() for array in rows)
-            warm = min(1.0, (step + 1) / min(100, max(1, steps // 10)))
-            left = 1 - step / steps
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.peak_rate * warm * min(1.0, left / 0.5)
-            noisy_ids = with_noise(ids, loss_mask, recipe.token_dropout, shape.vocab_size)
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                loss = compute(network, ids, loss_mask, segments, noisy_ids)
-            loss.backward()
-            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            if step % (steps // 15 or 1) == 0 or step == steps - 1:
-                print(f"step {step} loss {loss.item():.4f} after {time.time() - began:.0f} s", flush=True)
+    for step, rows in enumerate(_batches(pool, recipe)):
+        left = 1 - max(step / steps, (time.time() - began) / recipe.seconds)
+        if left <= 0:
+            break
+        ids, loss_mask, segments = (torch.from_numpy(array).to(device).long() for array in rows)
+        warm = min(1.0, (step + 1) / min(100, max(1, steps // 10)))
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.peak_rate * warm * min(1.0, left / 0.5)
+        noisy_ids = with_noise(ids, loss_mask, recipe.token_dropout, shape.vocab_size)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = compute(network, ids, loss_mask, segments, noisy_ids)
+        loss.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % min(100, steps // 15 or 1) == 0 or step == steps - 1:  # also keeps the host near the device
+            print(f"step {step} loss {loss.item():.4f} after {time.time() - began:.0f} s", flush=True)
     network.eval()
 
 
-def _batches(pool: Any, recipe: Recipe) -> Iterator[tuple[Any, Any, Any]]:
+def _batches(pool: Pool, recipe: Recipe) -> Iterator[tuple[Any, Any, Any]]:
     jobs = [(recipe.seed * 1_000_003 + step, recipe.rows, recipe.length, False) for step in range(recipe.steps)]
     jobs += [
         (recipe.seed * 1_000_003 + recipe.steps + step, recipe.long_rows, recipe.long_length, True)
@@ -272,13 +281,56 @@ def _batches(pool: Any, recipe: Recipe) -> Iterator[tuple[Any, Any, Any]]:
 
 
 @torch.no_grad()
-def mix(network: Network, old: dict[str, Tensor], keep: float) -> None:
-    """Replaces each weight w by keep · (old w) + (1 − keep) · w.
+def mix(network: Network, old: dict[str, Tensor], keep: float) -> Network:
+    """Returns a copy of the network with each weight w replaced by keep · (old w) + (1 − keep) · w.
 
     The mean keeps most abilities of both models (Wortsman et al. 2022, "Robust fine-tuning of zero-shot models").
     """
-    for name, weight in network.named_parameters():
+    mixed = deepcopy(network)
+    for name, weight in mixed.named_parameters():
         weight.lerp_(old[name].to(weight.dtype), keep)
+    return mixed
+
+
+@torch.no_grad()
+def replies_of(network: Network, tokenizer: Tokenizer, chats: Sequence[Chat], most: int = 180) -> list[str]:
+    """Returns the greedy replies to the chats, of at most `most` tokens: one batch, computed without a cache."""
+    said = ["".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in chat) for chat in chats]
+    prompts = [tokenizer.encode(text + "<|im_start|>assistant\n").ids for text in said]
+    device, (end,) = next(network.parameters()).device, tokenizer.encode("<|im_end|>").ids
+    ends = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    ids = torch.full((len(prompts), int(ends.max()) + most), end, device=device)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
+    rows = torch.arange(len(prompts), device=device)
+    for _ in range(most):
+        length = int(ends.max())
+        mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            last = network(ids[:, :length], mask)[rows, ends - 1]
+            chosen = (last @ network.model.embed_tokens.weight.T).argmax(-1)
+        ids[rows, ends] = chosen
+        if (chosen == end).all():
+            break
+        ends = torch.where(chosen == end, ends, ends + 1)
+    return [tokenizer.decode(ids[row, len(prompt) : int(ends[row])].tolist()) for row, prompt in enumerate(prompts)]
+
+
+def best_mixture(network: Network, old: dict[str, Tensor], tokenizer: Tokenizer) -> Network:
+    """Returns the mixture of KEPT with the most right answers to the development questions, minus the wrong ones."""
+    checks = load_checks("development.jsonl")
+    found: list[tuple[int, Network]] = []
+    for keep in KEPT:
+        mixed = mix(network, old, keep)
+        verdicts = score(checks, partial(replies_of, mixed, tokenizer), DEFAULT_SYSTEM_PROMPT)
+        print(f"{keep} x the old weights", table(verdicts), sep="\n", flush=True)
+        found.append((merit(verdicts), mixed))
+    return max(found, key=lambda pair: pair[0])[1]
+
+
+def merit(verdicts: Sequence[Verdict]) -> int:
+    """Returns the right answers minus the wrong ones; "I did not catch that" counts as neither."""
+    return sum({"right": 1, "wrong": -1}.get(verdict.verdict, 0) for verdict in verdicts)
 
 
 def changed(settings: Settings, name: str, value: str) -> Settings:
@@ -294,9 +346,7 @@ def main(
     ] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="NAME=VALUE", help="Change a field of Recipe, Shape or Damage: steps=500."
-        ),
+        typer.Option("--set", metavar="NAME=VALUE", help="Change a field of Recipe, Shape or Damage: steps=500."),
     ] = None,
     workers: Annotated[int, typer.Option(help="Processes that pack rows.")] = max(1, multiprocessing.cpu_count() - 1),
 ) -> None:
@@ -315,7 +365,8 @@ def main(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(recipe.seed)
     items = load_items()
-    network = Network(shape, recipe.dropout).to(device)
+    network = Network(shape, recipe.dropout)
+    old: dict[str, Tensor] = {}
     if start_from is None:
         tokenizer = train_tokenizer(tokenizer_texts(items, load_words()), shape.vocab_size)
     else:
@@ -324,23 +375,11 @@ def main(
         network.load_state_dict(old)
     size = sum(weight.numel() for weight in network.parameters())
     print(f"{size / 1e6:.2f} million parameters, {len(items)} answers, {recipe} {damage}", flush=True)
-    train(network, tokenizer, shape, recipe, damage, workers)
-    if start_from is not None:
-        mix(network, old, recipe.keep)
-    save(network, tokenizer, shape, out)
-    if device == "cpu":
-        print(f"to evaluate the model: python -m minitui.dev.tutor.evaluate --model {out}")
-        return
-    answer = answers_of(out)
-    for name in ("development.jsonl", "evaluation.jsonl"):
-        verdicts = score(load_checks(name), answer, DEFAULT_SYSTEM_PROMPT)
-        print(name, table(verdicts), sep="\n", flush=True)
-        report = [[v.check.tier, v.verdict, v.check.id, v.check.question, v.answer] for v in verdicts]
-        (out / name.replace(".jsonl", "_report.json")).write_text(json.dumps(report, indent=0))
-    for system in (DEFAULT_SYSTEM_PROMPT, None):
-        right = known(items, answer, system)
-        print(f"canonical questions answered word for word: {len(right)} of {len(items)}", flush=True)
-    print("answered differently:", sorted(set(items) - set(right)))
+    # Forked before anything runs on the GPU: the processes need no import, and make rows while the network is compiled.
+    with multiprocessing.get_context("fork").Pool(workers, _start_worker, (tokenizer.to_str(), damage)) as pool:
+        train(network.to(device), shape, recipe, pool)
+    save(best_mixture(network, old, tokenizer) if old else network, tokenizer, shape, out)
+    print(f"to evaluate the model: python -m minitui.dev.tutor.evaluate --model {out} --write")
 
 
 def save(network: Network, tokenizer: Tokenizer, shape: Shape, out: Path) -> None:
