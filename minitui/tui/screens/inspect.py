@@ -156,7 +156,7 @@ class InspectScreen(BaseScreen[None]):
     ]
     DEFAULT_CSS = """
     InspectScreen {
-        layout: vertical; background: $ground; layers: base above;
+        layout: vertical; background: $ground; layers: base above; overflow: hidden;
         & #columns { height: 1fr; }
         & #left, & #right { width: 1fr; }
         & #left > LinePanel, & #right > LinePanel { height: 1fr; }
