@@ -35,6 +35,7 @@ MOST = {
     "tensor_parallel_size": 64,
     "cpu_threads": 1024,
 }
+MOST_GAP_MS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ class EngineConfig:
         if not isinstance(self.hf_overrides, dict | None):
             raise EngineError(f"hf_overrides is {self.hf_overrides!r:.80}: it must be a dict of values for config.json")
         gap = self.max_gap_ms
-        if gap is not None and not (isinstance(gap, int | float) and 0 < gap <= 1e6):
-            raise EngineError(f"max_gap_ms is {gap!r}: it must be a number of milliseconds above 0")
+        if gap is not None and not (isinstance(gap, int | float) and 0 < gap <= MOST_GAP_MS):
+            raise EngineError(f"max_gap_ms is {gap!r}: it must be above 0 and at most {MOST_GAP_MS:,} ms")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise EngineError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}: it must be above 0 and at most 1"

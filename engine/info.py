@@ -82,6 +82,7 @@ class EngineInfo:
     # Of a model with several kinds of memory, group 0 first: name, number of layers, bytes of a block, page or slot.
     groups: Annotated[list[tuple[str, int, int]], rows(Bound(is_name), count, count)] = field(default_factory=list)
     checkpoint_interval: Size = 0  # tokens; 0: no recurrent states
+    max_gap_ms: Duration = 0.0  # the target for gaps between tokens; 0: none
 
     def __bool__(self) -> bool:
         return bool(self.model or self.device)

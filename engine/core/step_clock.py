@@ -113,14 +113,19 @@ class StepClock:
         self._lap_at = 0.0
         self._parts = [0.0] * 6
 
+    def took(self, times: StepTimes) -> float:
+        """Returns the wall time in seconds of a step whose ids have arrived; called once a step."""
+        wall_s = times.arrived - max(times.begun, self._device_free_at)
+        self._device_free_at = times.arrived
+        return wall_s
+
     def record(self, times: StepTimes, plan: StepPlan, result: StepResult, emitted: list[Emitted]) -> float:
         """Record a step that was just committed; return its wall time in seconds.
 
         The wall time begins when the step begins or when the step before it ends, whichever is later. It ends when the
         ids arrive.
         """
-        wall_s = times.arrived - max(times.begun, self._device_free_at)
-        self._device_free_at = times.arrived
+        wall_s = self.took(times)
         prefills = len(plan.rows) - plan.num_decoding
         kind = "decode" if not prefills else "mixed" if plan.num_decoding else "prefill"
         if prefills:

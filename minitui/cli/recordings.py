@@ -53,7 +53,7 @@ def replay(
         str | None,
         typer.Option(
             help="Play the requests under another setting, beside the recording. Names: budget, seqs, blocks, "
-            "block_size, context, policy, eviction, cache, chunking, speculation.",
+            "block_size, context, policy, eviction, cache, chunking, speculation, gap.",
             metavar="NAME=VALUE,…",
         ),
     ] = None,

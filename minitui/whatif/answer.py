@@ -163,7 +163,7 @@ class Sweep:
 ALIKE = 0.03  # a goodput that is larger by a smaller share is not better: the recorded setting stays
 
 
-def candidates(question: Question) -> list[dict[str, str]]:
+def candidates(question: Question, goals: dict[str, float]) -> list[dict[str, str]]:
     """Returns the single changes that advice tries. The pool is not changed: the memory is what it is."""
     now = question.setting
     found: list[dict[str, str]] = []
@@ -172,6 +172,9 @@ def candidates(question: Question) -> list[dict[str, str]]:
     found += [{"policy": name} for name in ("fcfs", "longest-prefix") if name != now.policy]
     found += [{"eviction": name} for name in ("lru", "fifo") if name != now.eviction]
     found.append({"chunking": "off" if now.chunking else "on"})
+    if "gap" in goals:
+        targets = (str(max(1, int(goals["gap"] * share))) for share in (0.5, 1))
+        found += [{"gap": text} for text in (*targets, "off") if value_of("gap", text) != now.gap]
     if not now.cache:
         found.append({"cache": "on"})
     if not question.recorded.hidden and not question.reader.header["random_text"]:
@@ -191,7 +194,7 @@ class Advice:
 def advise(question: Question, goals: dict[str, float], say: Callable[[str], None]) -> Advice:
     """Returns the setting with the best goodput: the best single change, and then the best further one beside it."""
     with Sweep(question, goals) as sweep:
-        singles = candidates(question)
+        singles = candidates(question, goals)
         say(f"playing {count(len(singles) + 1, 'setting')}")
         now, *points = sweep.play([{}, *singles])
         best = max([now, *points], key=lambda one: one.goodput)

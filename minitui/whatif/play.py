@@ -148,8 +148,8 @@ class PlayedClock(StepClock):
         return self._device.now
 
     def record(self, times: StepTimes, plan: StepPlan, result: StepResult, emitted: list[Emitted]) -> float:
-        """Record a step if records are kept."""
-        return super().record(times, plan, result, emitted) if self._log.enabled else 0.0
+        """Record a step if records are kept; return its wall time in seconds."""
+        return super().record(times, plan, result, emitted) if self._log.enabled else self.took(times)
 
     def _reads_delays(self, worked_us: float) -> bool:
         return False

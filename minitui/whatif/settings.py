@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.config import CHOICES, MOST, MOST_SPECULATIVE_TOKENS
+from engine.config import CHOICES, MOST, MOST_GAP_MS, MOST_SPECULATIVE_TOKENS
 from engine.core.scheduler import SchedulerConfig
 from engine.errors import EngineError
 from engine.info import EngineInfo
@@ -17,7 +17,8 @@ SWITCHES = {"on": True, "off": False}
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a played engine, as in EngineConfig; `speculation`: the longest draft, 0 for none."""
+    """Settings of a played engine, as in EngineConfig. 0 for none: `speculation`, the longest draft; `gap`, the target
+    for gaps between tokens in ms."""
 
     budget: int
     seqs: int
@@ -29,6 +30,7 @@ class Setting:
     cache: bool = True
     chunking: bool = True
     speculation: int = 0
+    gap: float = 0.0
     watermark: float = WATERMARK  # vLLM keeps no reserve
 
     @staticmethod
@@ -43,7 +45,7 @@ class Setting:
             policy=info.scheduling_policy if info.scheduling_policy in CHOICES["scheduling_policy"] else "fcfs",
             eviction=eviction if (eviction := snapshot.get("eviction_policy")) in CHOICES["eviction_policy"] else "lru",
             cache=info.prefix_caching is not False,
-            chunking=info.chunked_prefill is not False, speculation=int(drafts.get("tokens", 0)),
+            chunking=info.chunked_prefill is not False, speculation=int(drafts.get("tokens", 0)), gap=info.max_gap_ms,
             watermark=0.0 if info.engine else WATERMARK,
         )  # fmt: skip
 
@@ -52,7 +54,7 @@ class Setting:
         return SchedulerConfig(
             max_num_batched_tokens=self.budget, max_num_seqs=self.seqs, max_model_len=self.context,
             chunked_prefill=self.chunking, policy=self.policy, speculative_tokens=self.speculation,
-            watermark=self.watermark,
+            watermark=self.watermark, max_gap_ms=self.gap or None,
         )  # fmt: skip
 
     def info(self, info: EngineInfo) -> EngineInfo:
@@ -62,6 +64,7 @@ class Setting:
             max_num_batched_tokens=self.budget, prefix_caching=self.cache, chunked_prefill=self.chunking,
             scheduling_policy=self.policy, eviction_policy=self.eviction,
             speculation={"method": "prompt-lookup", "tokens": self.speculation} if self.speculation else {},
+            max_gap_ms=self.gap,
         )  # fmt: skip
 
 
@@ -70,7 +73,8 @@ NUMBERS = {  # name -> the option of EngineConfig whose largest value bounds it
     "context": "max_model_len",
 }  # fmt: skip
 WORDS = {"policy": CHOICES["scheduling_policy"], "eviction": CHOICES["eviction_policy"]}
-NAMES = (*NUMBERS, *WORDS, "cache", "chunking", "speculation")
+OR_OFF = {"speculation": MOST_SPECULATIVE_TOKENS, "gap": MOST_GAP_MS}  # numbers that may be "off" -> the largest
+NAMES = (*NUMBERS, *WORDS, "cache", "chunking", *OR_OFF)
 EXAMPLE = "budget=1024,blocks=2000"
 MOST_POINTS = 24  # of a sweep
 
@@ -87,9 +91,9 @@ def value_of(name: str, text: str) -> Any:
         if text not in SWITCHES:
             raise EngineError(f"{name} is {text[:40]!r}: it must be on or off")
         return SWITCHES[text]
-    if name == "speculation" and text == "off":
+    if name in OR_OFF and text == "off":
         return 0
-    most = MOST_SPECULATIVE_TOKENS if name == "speculation" else MOST[NUMBERS[name]]
+    most = OR_OFF[name] if name in OR_OFF else MOST[NUMBERS[name]]
     if not re.fullmatch(r"[1-9]\d{0,9}", text, re.ASCII) or int(text) > most:
         raise EngineError(f"{name} is {text[:40]!r}: it must be a whole number from 1 to {most:,}")
     return int(text)

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 
 from engine.core.engine import Engine
+from engine.core.gap_target import FIRST, LEAST
 from engine.core.request import Request
 from engine.errors import EngineError
 from engine.info import EngineInfo
 from engine.params import SamplingParams
+from minitui.exercises import work
 from minitui.server.telemetry.broadcast import MASKED
 from minitui.trace.recorder import Recorder
 from minitui.whatif.answer import Question
+from minitui.whatif.cost import FEATURES
 from minitui.whatif.play import Player
 from minitui.whatif.settings import Setting, changes, points
 from tests.support.simulation import SimulatedRunner, simulated
@@ -144,6 +147,16 @@ def test_drafts_are_those_of_a_real_run(tmp_path):
     expected = counts(real(None, fine.setting, 3, echo=True, salts=False))
     assert expected["accepted"] > 20
     assert played_counts(fine.play(fine.setting)) == expected
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_target_for_gaps_is_recorded_and_learns_from_the_played_times(traced, tmp_path):
+    real(tmp_path / "run.trace", replace(BASE, budget=512, gap=20.0), 1, closed=True)
+    question = Question(tmp_path / "run.trace", "closed")
+    assert question.setting.gap == 20 and question.changed({"gap": "off"}).scheduler().max_gap_ms is None
+    costs = replace(work.costs(), own=[float(name in ("steps", "prefill tokens")) for name in FEATURES])
+    player = Player(question.recorded, costs, question.setting, "closed", traced).run()
+    assert player.engine.scheduler.gaps.tokens == LEAST < FIRST  # 1 ms a token: only 19 would fit
 
 
 def test_hidden_texts_are_known_by_their_blocks(tmp_path):
