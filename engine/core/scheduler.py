@@ -2,8 +2,8 @@
 
 Every step has a token budget. Running requests decode one token each; the rest of the budget is used for chunks of
 prompts, in the same forward pass (Sarathi-Serve, Agrawal et al. 2024). With a target for the gaps between tokens, the
-budget is smaller while replies run (engine/core/gap_target.py). A long prompt leaves half of the rest to much shorter
-ones that came after it, so it neither stops them nor is stopped by them. By default, requests are admitted in the order
+budget is smaller while replies run (engine/core/gap_target.py), and a long prompt leaves half of the rest to much
+shorter ones that came after it, so it neither stops them nor is stopped by them. By default, requests are admitted in the order
 of arrival, but preempted requests before new ones. No blocks are reserved for `max_tokens`. When the pool is full,
 cached blocks are evicted first, then the youngest request is preempted. The full blocks of a preempted request stay in
 the tree until they are evicted.
@@ -288,7 +288,7 @@ class Scheduler:
         left = len(request.ids) - request.planned
         if left > budget:
             self._partial.append(request)
-        if left > self.budget:
+        if self.gaps is not None and left > self.budget:
             budget = self._share(request, left, budget)
         n = self.chunk(request, left, budget)
         while n > 0 and not self.cache.grow(request, request.planned + n, request.planned):

@@ -21,6 +21,7 @@ from tests.support.simulation import SimulatedLaunch, SimulatedRunner, simulated
 
 STEP_S, TOKEN_S = 0.004, 8e-5  # of a step, and of each token in it
 ROWS, BUDGET = 96, 512
+LOOSE = 1e6  # ms; a target that limits nothing
 
 
 class Device(SimulatedRunner):
@@ -154,7 +155,7 @@ def test_short_prompts_pass_a_long_one_which_keeps_half_of_each_step() -> None:
     alone = Run()
     long = alone.add(8_000)
     alone.until(lambda: long in alone.tokens)
-    run = Run()
+    run = Run(max_gap_ms=LOOSE)
     long = run.add(8_000)
     run.step()
     shorts: list[int] = []
@@ -168,8 +169,15 @@ def test_short_prompts_pass_a_long_one_which_keeps_half_of_each_step() -> None:
     assert run.first(shorts[0]) < 2 * (STEP_S + BUDGET * TOKEN_S)
 
 
-def test_prompts_of_one_length_are_computed_in_order_with_the_whole_budget() -> None:
+def test_without_a_target_short_prompts_wait_for_a_long_one() -> None:
     run = Run()
+    long, short = run.add(8_000), run.add(40)
+    run.until(lambda: len(run.tokens) == 2)
+    assert run.tokens[long] == run.tokens[short]
+
+
+def test_prompts_of_one_length_are_computed_in_order_with_the_whole_budget() -> None:
+    run = Run(max_gap_ms=LOOSE)
     prompts = [run.add(2_500) for _ in range(4)]
     run.until(lambda: len(run.tokens) == 4)
     waits = [run.first(prompt) for prompt in prompts]
@@ -194,7 +202,7 @@ def test_in_a_storm_nobody_waits_much_more_than_twice_the_mean(target: float | N
 
 
 def test_a_prompt_that_cannot_be_admitted_takes_nothing_from_a_long_one() -> None:
-    run = Run(blocks=600)
+    run = Run(blocks=600, max_gap_ms=LOOSE)
     long = run.add(8_000)  # 500 blocks
     run.step()
     waiting = run.add(3_000)  # 188 blocks
