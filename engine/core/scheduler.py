@@ -3,10 +3,10 @@
 Every step has a token budget. Running requests decode one token each; the rest of the budget is used for chunks of
 prompts, in the same forward pass (Sarathi-Serve, Agrawal et al. 2024). With a target for the gaps between tokens, the
 budget is smaller while replies run (engine/core/gap_target.py), and a long prompt leaves half of the rest to much
-shorter ones that came after it, so it neither stops them nor is stopped by them. By default, requests are admitted in the order
-of arrival, but preempted requests before new ones. No blocks are reserved for `max_tokens`. When the pool is full,
-cached blocks are evicted first, then the youngest request is preempted. The full blocks of a preempted request stay in
-the tree until they are evicted.
+shorter ones that came after it, so it neither stops them nor is stopped by them. By default, requests are admitted in
+the order of arrival, but preempted requests before new ones. No blocks are reserved for `max_tokens`. When the pool is
+full, cached blocks are evicted first, then the youngest request is preempted. The full blocks of a preempted request
+stay in the tree until they are evicted.
 
 `plan()` may plan step n+1 while step n runs: planning needs the lengths of sequences, which are known before step n
 has drawn its ids. The ids are committed later (engine/core/commit.py).
