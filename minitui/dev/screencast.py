@@ -24,7 +24,7 @@ from minitui.tui.app import MinituiApp
 from minitui.tui.demo import play_in_app
 
 FRAMES_PER_S = 2.5
-COLOURS = 96
+COLOURS = 128
 LAST_FRAME_S = 6.0
 
 
@@ -102,7 +102,7 @@ def _palette(pictures: list[Any]) -> Any:
     sheet = Image.new("RGB", (width, height * len(chosen)))
     for number, picture in enumerate(chosen):
         sheet.paste(picture, (0, number * height))
-    return sheet.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE)
+    return sheet.quantize(COLOURS, method=Image.Quantize.FASTOCTREE)
 
 
 def main(

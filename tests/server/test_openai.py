@@ -200,8 +200,9 @@ def test_events_that_only_have_text_are_made_like_all_others(server: Running, pa
         texts = {0: "", 1: ""}
         for choice in (chunk["choices"][0] for chunk in chunks):
             texts[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
-        fields = {name: type(value) for name, value in chunks[3].items()}
-        streams.append((texts, fields, {*chunks[3]["choices"][0]} - {"token_ids"}))
+        last = [chunk for chunk in chunks if not chunk["choices"][0]["finish_reason"]][-1]
+        fields = {name: type(value) for name, value in last.items()}
+        streams.append((texts, fields, {*last["choices"][0]} - {"token_ids", "prompt_token_ids"}))
     assert streams[0] == streams[1] and len(streams[0][0][0]) > 10
 
 
