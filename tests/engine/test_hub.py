@@ -126,7 +126,7 @@ def test_a_snapshot_that_lacks_a_file_of_its_index_is_not_found(cache: Path) -> 
 @pytest.mark.parametrize(
     "name",
     [
-        "", "a/b/c", "../nothing", "./nothing", "/no/such/dir", "~no-such-user/x", "a/" * 3000, "x" * 5000, "Q" * 97, "*",
+        "", "a/b/c", "../none", "./nothing", "/no/such/dir", "~no-such-user/x", "a/" * 3000, "x" * 5000, "Q" * 97, "*",
         "Org/*", "nul\0", "two words", "https://a.example/Org/Model", "C:\\models\\x", "Org/..", "\udcff/x", "Org/ü",
     ],
 )  # fmt: skip
