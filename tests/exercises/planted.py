@@ -35,7 +35,7 @@ PLANTED: dict[str, dict[str, tuple[str, str]]] = {
                    r"^at step \d+, `preempt` raised IndexError in line 5: list index out of range$"),
     },
     "sample": {
-        "global": ("import random\n    return random.randrange(len(logits))",
+        "global": ("sample.calls = getattr(sample, 'calls', 0) + 1\n    return sample.calls % len(logits)",
                    r"the same logits, seed \d+ and position \d+ gave token \d+, and then token \d+"),
         "greedy at 0": ("temperature = temperature or 1.0\n    return draw(logits, temperature, seed, position)",
                         r"at temperature 0, token \d+ was drawn for r\d+, but token \d+ has the largest logit"),
