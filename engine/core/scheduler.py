@@ -411,5 +411,7 @@ class Scheduler:
 
 def _salt_number(salt: str) -> int:
     """Returns a number for the records, the same for equal salts. It does not tell the salt, which can be a secret."""
+    if not salt:
+        return 0
     digest = blake2b(salt.encode("utf-8", "replace"), digest_size=4, key=SALT_KEY).digest()
-    return int.from_bytes(digest, "big") % MOST + 1 if salt else 0
+    return int.from_bytes(digest, "big") % MOST + 1

@@ -204,10 +204,11 @@ def _gpu_kinds() -> dict[str, tuple[float, float]]:
     """Like _cpu_kinds, for the GPUs."""
     import torch
 
+    from engine.model.four_bits import Int4Tiles
     from engine.worker.weights.quantised import itemsizes
 
     kinds = {"bfloat16": "none"} | ({"fp8": "fp8"} if eight_bits() else {})
-    if capability() >= (8, 0) and importlib.util.find_spec("triton") is not None:
+    if capability() >= (8, 0) and not Int4Tiles.why_not():
         kinds["int4"] = "int4"
     return {name: itemsizes(kind, torch.bfloat16) for name, kind in kinds.items()}
 
