@@ -28,7 +28,7 @@ __all__ = [
     "CompletionOutput", "Counter", "EngineArgs", "EngineDead", "EngineError", "FlexibleArgumentParser", "Gauge",
     "Histogram", "InvalidRequest", "LLMEngine", "Logprob", "ProfilerConfig", "RequestOutput", "RequestOutputKind",
     "SamplingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "Vector", "cleanup_dist_env_and_memory",
-]  # fmt: skip
+]
 
 # These modules are imported only when they are used: importing torch takes a second, and tokenizers 0.1 s.
 MODULE_OF = {
@@ -38,7 +38,7 @@ MODULE_OF = {
     "BeamSearchOutput": "beam_search", "RequestOutput": "outputs", "CompletionOutput": "outputs",
     "Logprob": "outputs", "ProfilerConfig": "profiler", "cleanup_dist_env_and_memory": "llm",
     "Counter": "metrics.values", "Gauge": "metrics.values", "Histogram": "metrics.values", "Vector": "metrics.values",
-}  # fmt: skip
+}
 
 
 def __getattr__(name: str) -> Any:

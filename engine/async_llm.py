@@ -65,7 +65,7 @@ class AsyncLLM:
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
         add_special_tokens: bool = True, priority: int = 0, **others: Any,
-    ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the reply so far to one prompt, after each new text; the last output is `finished`.
 
         params.output_kind chooses: the reply so far, only what is new, or only the last output. The arguments are
@@ -85,7 +85,7 @@ class AsyncLLM:
         self._prompts += 1
         if name in self._streams:
             raise InvalidRequest(f"request_id {name!r} is in use: another request with this name has not ended",
-                                 "request_id")  # fmt: skip
+                                 "request_id")
         collector = Collector(name, found, params, self._tokenizer)
         streams = self._streams[name] = []
         merged = None
@@ -93,7 +93,7 @@ class AsyncLLM:
             for index in range(params.n):
                 streams.append(client.submit(
                     found.ids, params, sample_index=index, priority=priority, cache_salt=found.cache_salt
-                ))  # fmt: skip
+                ))
             merged = Merged(streams)
             async for index, delta in merged:
                 collector.add(index, delta)

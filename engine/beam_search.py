@@ -47,7 +47,7 @@ class BeamSearchOutput:
 def search(
     generate: Callable[[list[Prompt], SamplingParams], list[RequestOutput]], prompts: list[Prompt],
     params: BeamSearchParams, tokenizer: Tokenizer | None,
-) -> list[BeamSearchOutput]:  # fmt: skip
+) -> list[BeamSearchOutput]:
     """Returns the `beam_width` best sequences of each prompt. Raises InvalidRequest."""
     width = params.beam_width
     if type(width) is not int or not 1 <= width <= MAX_LOGPROBS // 2:
@@ -69,7 +69,7 @@ def search(
         asked = [
             Prompt(None, beam.tokens, prompt.cache_salt)
             for prompt, own in zip(prompts, beams, strict=True) for beam in own
-        ]  # fmt: skip
+        ]
         replies = iter(generate(asked, next_token) if asked else ())
         for number, own in enumerate(beams):
             longer = []

@@ -109,7 +109,7 @@ def build_engine(
         overlap=overlap, prefix_caching=config.enable_prefix_caching, eviction_policy=config.eviction_policy,
         eos_ids=ends,
         grammars=Grammars(tokenizer, model.vocab_size) if tokenizer is not None else None,
-    )  # fmt: skip
+    )
     notes += [*limits.notes, *runner.loaded.notes]
     if not ends:
         notes.append("the checkpoint names no token that ends a reply (eos_token_id), so replies end at max_tokens")
@@ -122,7 +122,7 @@ def build_engine(
     groups = [
         (group.name, len(group.layers), size)
         for group, size in zip(cache_groups(model), runner.loaded.block_bytes, strict=True) if runner.groups
-    ]  # fmt: skip
+    ]
     info = EngineInfo(
         model=Path(config.model).name, model_dir=str(directory), architecture=model.architecture,
         parameters=model.num_parameters, active_parameters=model.active_parameters,
@@ -142,7 +142,7 @@ def build_engine(
         speculation=speculation, tensor_parallel_size=config.tensor_parallel_size, groups=groups,
         checkpoint_interval=config.checkpoint_interval if model.state_layers else 0,
         max_gap_ms=config.max_gap_ms or 0.0,
-    )  # fmt: skip
+    )
     logger.info("ready: %s", info.to_json())
     return Built(engine, tokenizer, info, runner.close)
 

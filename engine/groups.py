@@ -94,7 +94,7 @@ def cache_groups(config: LayerShapes) -> tuple[CacheGroup, ...]:
                 tuple(i for i in layers if config.source_of(i) == i), window, kv_heads, dim,
                 tuple(i for i in layers if config.source_of(i) != i),
             )
-        )  # fmt: skip
+        )
     if sum(group.kind == "full" for group in groups) > 1:
         raise ValueError("the layers with full attention differ in their heads: one block table cannot serve them")
     return (*groups, CacheGroup("state", "state", states, state=config.state_shape)) if states else tuple(groups)

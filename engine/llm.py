@@ -46,7 +46,7 @@ class LLM:
     def generate(
         self, prompts: Any, sampling_params: Params = None, use_tqdm: bool | None = None, *,
         add_special_tokens: bool = True, priority: Sequence[int] | None = None, **others: Any,
-    ) -> list[RequestOutput]:  # fmt: skip
+    ) -> list[RequestOutput]:
         """Reply to one or several prompts; return the outputs in the order of the prompts.
 
         prompts              a text, token ids (a list, a numpy array or a torch tensor), {"prompt": text} or
@@ -74,7 +74,7 @@ class LLM:
                 engine.add_request(
                     names[-1], prompt, each, add_special_tokens=add_special_tokens,
                     priority=0 if priority is None else priority[number],
-                )  # fmt: skip
+                )
             done = self._run(shown)
         finally:
             engine.abort_request(names)  # after an error or Ctrl+C, end the open requests
@@ -93,7 +93,7 @@ class LLM:
         use_tqdm: bool | None = None, *, chat_template: str | None = None, add_generation_prompt: bool = True,
         continue_final_message: bool = False, tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None, **others: Any,
-    ) -> list[RequestOutput]:  # fmt: skip
+    ) -> list[RequestOutput]:
         """Reply to one or several conversations, each a list of {"role", "content"}.
 
         chat_template            the source of a template that replaces the checkpoint's
@@ -109,7 +109,7 @@ class LLM:
             conversation(self.tokenizer, each, tools, add_generation_prompt, continue_final_message, chat_template,
                          chat_template_kwargs)
             for each in conversations
-        ]  # fmt: skip
+        ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:

@@ -30,7 +30,7 @@ class LLMEngine:
     def __init__(
         self, model: str, *, disable_log_stats: bool = True,
         profiler_config: ProfilerConfig | dict[str, Any] | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.profiler = Profiler(profiler_config)
         built = build_engine(engine_config(model, options))
         self.engine, self.tokenizer, self.info = built.engine, built.tokenizer, built.info
@@ -49,14 +49,14 @@ class LLMEngine:
     def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams, *, add_special_tokens: bool = True,
         priority: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add a request, in a form that LLM.generate takes. Raises InvalidRequest."""
         if not isinstance(params, SamplingParams):
             kind = type(params).__name__
             raise InvalidRequest(f"sampling_params contains a {kind}: it must be SamplingParams", "sampling_params")
         if request_id in self._numbers:
             raise InvalidRequest(f"request_id {request_id!r} is in use: another request with this name has not ended",
-                                 "request_id")  # fmt: skip
+                                 "request_id")
         params = params.clone()  # the caller may change its own
         params.validate(self.engine.runner.vocab_size)  # the engine validates too, but with n = 0 it is not called
         found = read(prompt, self.tokenizer, add_special_tokens)

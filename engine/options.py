@@ -69,7 +69,7 @@ def engine_config(model: str, options: dict[str, Any]) -> EngineConfig:
     load_format = given.pop("load_format", "auto")
     if load_format not in LOAD_FORMATS:
         raise EngineError(f"load_format is {load_format!r}: it must be {', '.join(LOAD_FORMATS)}; weights are "
-                          "read from safetensors")  # fmt: skip
+                          "read from safetensors")
     if load_format == "dummy":
         given["dummy_weights"] = True
     if given.pop("skip_tokenizer_init", False):

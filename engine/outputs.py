@@ -120,7 +120,7 @@ class Collector:
             replace(sample, token_ids=list(sample.token_ids), logprobs=None if sample.logprobs is None
                     else list(sample.logprobs))
             for sample in self.output.outputs
-        ]  # fmt: skip
+        ]
         scores = self.output.prompt_logprobs
         return replace(self.output, outputs=samples, prompt_logprobs=None if scores is None else list(scores))
 
@@ -143,4 +143,4 @@ class Collector:
             self._arrived, scheduled_ts=queued + metrics["queue_ms"] / 1e3, first_token_ts=first,
             last_token_ts=first + ((tokens - 1) / rate if rate else 0.0),
             first_token_latency=metrics["ttft_ms"] / 1e3, num_generation_tokens=tokens,
-        )  # fmt: skip
+        )

@@ -49,7 +49,7 @@ class StructuredOutputsParams:
                 ("json_schema", self.json), ("json_schema", schema), ("regex", self.regex),
                 ("choice", self.choice), ("grammar", self.grammar),
             ) if value is not None
-        ]  # fmt: skip
+        ]
         if len(given) != 1:
             raise InvalidRequest(
                 f"structured_outputs has {len(given)} constraints: give one of json, regex, choice, grammar and "
@@ -141,7 +141,7 @@ class SamplingParams:
     grammar: Annotated[str | None, Parameter(words="a string", http=False, remote=False)] = None
     output_kind: Annotated[RequestOutputKind, Parameter(  # LLM: always FINAL_ONLY
         words="a RequestOutputKind", http=False, remote=False
-    )] = RequestOutputKind.CUMULATIVE  # fmt: skip
+    )] = RequestOutputKind.CUMULATIVE
     # Arguments, not fields. structured_outputs sets the fields of one constraint; the next two are refused, and the
     # last two have no effect.
     structured_outputs: InitVar[StructuredOutputsParams | dict[str, Any] | None] = None

@@ -82,7 +82,7 @@ def read(prompt: Any, tokenizer: Tokenizer | None, add_special_tokens: bool = Tr
         return Prompt(None, plain_ids(prompt))
     if unknown := [str(key) for key in prompt if key not in KEYS and prompt[key] is not None]:
         raise InvalidRequest(f"a prompt has the key {unknown[0]!r}: the keys are {', '.join(KEYS)}; only text and "
-                             "token ids are supported")  # fmt: skip
+                             "token ids are supported")
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if (text is not None and not isinstance(text, str)) or (text is None and ids is None):
         raise InvalidRequest('a prompt needs the key "prompt" (a text) or "prompt_token_ids" (token ids)')
@@ -107,7 +107,7 @@ def conversation(
     tokenizer: Tokenizer | None, messages: list[Message], tools: list[dict[str, Any]] | None,
     add_generation_prompt: bool, continue_final_message: bool, chat_template: str | None,
     chat_template_kwargs: dict[str, Any] | None,
-) -> Prompt:  # fmt: skip
+) -> Prompt:
     """Returns a conversation as a prompt. The arguments are those of LLM.chat."""
     tokenizer = needed(tokenizer)
     if not isinstance(messages, Sequence) or isinstance(messages, str):
@@ -128,7 +128,7 @@ def conversation(
         ids = tokenizer.apply_chat_template(
             plain, add_generation_prompt, continue_final_message=continue_final_message, chat_template=chat_template,
             **values,
-        )  # fmt: skip
+        )
     except TypeError as error:
         raise InvalidRequest(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
     return Prompt(tokenizer.decode(ids, skip_special_tokens=False), ids)

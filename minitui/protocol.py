@@ -15,7 +15,7 @@ MOST_RANKS = 64  # data parallel ranks of another engine, behind one address
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "chat_template.jinja",
     "chat_template.json", "special_tokens_map.json", "added_tokens.json",
-)  # fmt: skip
+)
 
 Digests = Bound(lambda value: type(value) is dict and all(map(is_name, value)) and all(map(is_name, value.values())))
 

@@ -33,10 +33,10 @@ _IN_JSON = re.compile(f"[\\x7f{_RARE}]")
 # What stands for frequent characters on a stdout whose encoding lacks these.
 NEAREST = {
     "…": "...", "·": "-", "–": "-", "×": "x", "“": '"', "”": '"', "‘": "'", "’": "'", "→": "->", "µ": "u",
-}  # fmt: skip
+}
 _SYMBOLS = {chr(code): chr(0x2400 + code) for code in range(32)} | {
     "\r\n": "\n", "\x7f": "\u2421", "\x85": "\u2424", "\u2028": "\u2424", "\u2029": "\u2424",
-}  # fmt: skip
+}
 
 
 def _symbol(found: re.Match[str]) -> str:

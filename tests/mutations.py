@@ -53,7 +53,7 @@ class Mutation:
                     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": name, "PYTHONDONTWRITEBYTECODE": "1",
                 },
                 capture_output=True, text=True,
-            )  # fmt: skip
+            )
         if run.returncode not in (0, 1):
             raise RuntimeError(f"{self.name}: pytest could not run:\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
         return run.returncode == 0
@@ -196,7 +196,7 @@ MUTATIONS = (
         "engine/core/radix.py", 'tests/engine/test_kv.py -k "failed_step"',
         "stack = list(kept)", "stack = []",
     ),
-)  # fmt: skip
+)
 
 
 def main(words: list[str]) -> int:

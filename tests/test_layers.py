@@ -66,10 +66,10 @@ ENGINE_WITH_TORCH = ("engine.llm", "engine.worker.runner")
 NO_TEXTUAL = (
     "sources.local", "chat.sessions", "chat.store", "settings", "viewmodel.updater", "viewmodel.view", "teaching.demo",
     "cli.ask", "chat.model_choice", "trace.reader",
-)  # fmt: skip
+)
 NO_TORCH = (
     "minitui.tui.app", "minitui.cli.main", "minitui.cli.launch", "engine.process.client", "engine.text.tokenizer",
-)  # fmt: skip
+)
 
 
 @cache  # seconds: in the first test that asks, not while tests are collected

@@ -80,7 +80,7 @@ def run(repository: Path, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments], cwd=repository, env=os.environ | {"PYTHONPATH": str(repository)},
         capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 

@@ -119,7 +119,7 @@ class AttentionBackend(Protocol):
     def run(
         self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
         kv_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Returns the attention output [T, Hq · D] of q [T, Hq, D] over caches [num_blocks, block_size, Hkv, D].
 
         kv_scales: fp32 [2, Hkv], the scales of an 8-bit cache (engine/attention/kv_fp8.py); None for other caches.

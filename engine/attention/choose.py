@@ -36,7 +36,7 @@ def backend_names(name: str) -> tuple[str, str]:
 def choose_attention(
     name: str, config: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device, max_rows: int,
     max_model_len: int = 8192, kv_dtype: torch.dtype | None = None, sinks: Sinks = None,
-) -> AttentionBackend:  # fmt: skip
+) -> AttentionBackend:
     """Returns the backend for `name` (see `backend_names`). "auto" picks the fastest for the device and the model.
 
     A model with several cache groups gets a backend for each. Raises EngineError if the device or the model does not
@@ -57,7 +57,7 @@ def choose_attention(
 def choose_backend(
     name: str, config: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device, max_rows: int,
     max_model_len: int, kv_dtype: torch.dtype | None, sinks: Sinks,
-) -> AttentionBackend:  # fmt: skip
+) -> AttentionBackend:
     """Returns the backend of one cache group. See choose_attention."""
     from engine.attention.torch_backend import TorchAttention
 

@@ -70,7 +70,7 @@ class FlashAttention:
     def run(
         self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
         kv_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         assert self._meta is not None, "call plan() before run()"
         return self.chunks(self._meta, 0, layer, q, k_cache, v_cache)
 
@@ -83,7 +83,7 @@ class FlashAttention:
             q, k_cache, v_cache, meta.cu_seqlens_q[first:], (meta.max_q_len, meta.max_seq_len), meta.seq_lens[first:],
             meta.block_table[first:], softmax_scale=self._scale, causal=True,
             window=(window - 1, 0) if window else None,
-        )  # fmt: skip
+        )
         return out.flatten(1)
 
     def warm_up(self, keys: torch.Tensor, values: torch.Tensor, heads: int, dtype: torch.dtype) -> None:
@@ -98,7 +98,7 @@ class FlashAttention:
                 self._attend(
                     q, keys, values, bounds, (tokens, tokens), bounds[1:], blocks,
                     softmax_scale=self._scale, causal=True, window=None,
-                )  # fmt: skip
+                )
 
 
 def installed_for(
@@ -163,7 +163,7 @@ def _flash_4(block_size: int) -> Call:
         return attend(
             q, k, v, cu_seqlens_q=bounds, max_seqlen_q=longest[0], max_seqlen_k=longest[1], seqused_k=lengths,
             page_table=table, window_size=window, **options,
-        )[0]  # fmt: skip
+        )[0]
 
     return paged
 
@@ -188,6 +188,6 @@ def _flash_2(block_size: int) -> Call:
         return attend(
             q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=keys, max_seqlen_q=longest[0], max_seqlen_k=longest[1],
             block_table=table, window_size=window, **options,
-        )  # fmt: skip
+        )
 
     return paged

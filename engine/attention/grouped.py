@@ -79,7 +79,7 @@ class GroupedAttention:
     def run(
         self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
         kv_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """See AttentionBackend.run."""
         return self.backends[self._group_of[layer]].run(layer, q, k_cache, v_cache, kv_scales)
 

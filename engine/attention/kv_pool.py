@@ -36,7 +36,7 @@ class KVPool:
     def __init__(
         self, config: AttentionShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
         scales: list[torch.Tensor] | None = None, side_blocks: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`num_blocks`: of group 0. `side_blocks`: of the other groups (engine/groups.py); (): the same number."""
         groups = cache_groups(config)
         self.num_blocks = num_blocks

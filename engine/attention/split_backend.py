@@ -29,19 +29,19 @@ class TwoBackends:
                     meta, cu_seqlens_q=meta.cu_seqlens_q[: n + 1], seq_lens=meta.seq_lens[:n],
                     block_table=meta.block_table[:n], max_q_len=1,
                 )
-            )  # fmt: skip
+            )
         if n < len(meta.seq_lens):
             self._prefill.plan(
                 replace(
                     meta, cu_seqlens_q=meta.cu_seqlens_q[n:] - n, seq_lens=meta.seq_lens[n:],
                     block_table=meta.block_table[n:], num_decodes=0,
                 )
-            )  # fmt: skip
+            )
 
     def run(
         self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
         kv_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """See AttentionBackend.run."""
         n, parts = self._num_decodes, []
         if n:

@@ -108,7 +108,7 @@ class TorchAttention:
     def run(
         self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
         kv_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         self._scales = kv_scales
         decodes, prefills = self._plans[self._windows[layer]]
         if not prefills and decodes is not None:

@@ -22,7 +22,7 @@ class TritonAttention:
     def __init__(
         self, config: AttentionShape, max_rows: int, max_model_len: int, device: torch.device,
         flash: FlashAttention | None = None, sinks: Sinks = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`flash` computes chunks, except in captured steps and in steps with fewer than `flash_from` tokens."""
         if flash is not None:
             self.name = "flash + triton"
@@ -58,7 +58,7 @@ class TritonAttention:
     def run(
         self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
         kv_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         meta = self._meta
         assert meta is not None, "call plan() before run()"
         tokens, heads, dim = q.shape
@@ -74,13 +74,13 @@ class TritonAttention:
             decode_attention(
                 q, k_cache, v_cache, out, self.workspace, meta.block_table, self._rows[:n], meta.seq_lens[:n],
                 self.scale, self.group, kv_scales=kv_scales, **self.features[layer],
-            )  # fmt: skip
+            )
         if tokens > n and flash is None:
             prefill_attention(
                 q, k_cache, v_cache, out, self._prefill, meta.block_table, meta.seq_lens, meta.cu_seqlens_q,
                 self.scale, first=n, max_seq_len=meta.max_seq_len, dense=own_keys_and_values(q, k_cache.shape[2]),
                 splits=self._splits, kv_scales=kv_scales, fresh=meta.fresh, **self.features[layer],
-            )  # fmt: skip
+            )
         return out
 
     def _padded_out(self, q: torch.Tensor) -> torch.Tensor:
@@ -113,13 +113,13 @@ class TritonAttention:
             decode_attention(
                 q[:n], *cache, out[:n], self.workspace, table, self._rows[:n], no_lengths[:n],
                 self.scale, self.group, kv_scales=kv_scales, **special,
-            )  # fmt: skip
+            )
         for splits, fresh, special in itertools.product((1, 2, 4, 8), (False, True), features):
             prefill_attention(
                 q[:1], *cache, out[:1], self._prefill, table[:1], no_lengths[:1], no_lengths[:2],
                 self.scale, max_seq_len=1, dense=own_keys_and_values(q[:1], kv_heads), splits=splits,
                 kv_scales=kv_scales, fresh=fresh, **special,
-            )  # fmt: skip
+            )
         if self._flash is not None:
             self._flash.warm_up(*cache, heads, dtype)
 

@@ -32,7 +32,7 @@ class KVCache:
     def __init__(
         self, num_blocks: int, block_size: int, log: RecordLog, prefix_caching: bool = True,
         eviction_policy: str = "lru", groups: Iterable[SideGroup] = (), checkpoint_interval: int = 1024,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`groups`: the side groups. `checkpoint_interval`: tokens between two checkpoints of a long prompt."""
         self.block_size = block_size
         self.log = log

@@ -78,13 +78,13 @@ class Engine:
         self, runner: StepRunner, config: SchedulerConfig, *, overlap: bool = False, prefix_caching: bool = True,
         eviction_policy: str = "lru", eos_ids: frozenset[int] = frozenset(), log: RecordLog | None = None,
         grammars: Grammars | None = None, clock: StepClock | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.runner = runner
         self.log = log or RecordLog()
         self.cache = KVCache(
             runner.num_blocks, runner.block_size, self.log, prefix_caching, eviction_policy, runner.groups,
             config.checkpoint_interval,
-        )  # fmt: skip
+        )
         self.scheduler = Scheduler(config, self.cache, self.log)
         self.committer = Committer(self.scheduler)
         self.gate = Gate(self.log)
@@ -101,7 +101,7 @@ class Engine:
     def add_request(
         self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0, *, priority: int = 0,
         cache_salt: str = "", compiled: Callable[[], Grammar] | None = None,
-    ) -> Request:  # fmt: skip
+    ) -> Request:
         """Queue a prompt and return its request.
 
         `priority`: with the policy "priority", requests with a lower number are admitted first. `cache_salt`: cached
@@ -115,7 +115,7 @@ class Engine:
             request = self._intake.make(
                 self._next_id, ids, params, group, sample_index, priority=priority, cache_salt=cache_salt,
                 compiled=compiled,
-            )  # fmt: skip
+            )
             self.scheduler.add(request)
         except InvalidRequest as error:
             self.log.append("refuse", group if isinstance(group, str) else "", str(error))
@@ -261,4 +261,4 @@ class Engine:
             "free": runs_of(self.cache.allocator.free_blocks),
             **({"groups": [side.pool.snapshot() for side in self.cache.sides]} if self.cache.sides else {}),
             "waste": asdict(self.cache.waste),
-        }  # fmt: skip
+        }

@@ -18,7 +18,7 @@ class Intake:
     def __init__(
         self, limit_for: Callable[[int, SamplingParams], int], vocab_size: int, eos_ids: frozenset[int],
         grammars: Grammars | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`limit_for`: `Scheduler.limit_for`. `grammars`: None: replies cannot be constrained."""
         self.vocab_size = vocab_size
         self._limit_for = limit_for
@@ -29,7 +29,7 @@ class Intake:
     def make(
         self, id: int, ids: list[int], params: SamplingParams, group: str, sample_index: int, *, priority: int,
         cache_salt: str, compiled: Callable[[], Grammar] | None = None,
-    ) -> Request:  # fmt: skip
+    ) -> Request:
         """Returns the request `id`. Raises InvalidRequest if an argument is invalid or the prompt can never run.
 
         `compiled`: see Engine.add_request.
@@ -49,7 +49,7 @@ class Intake:
             seed=secrets.randbits(63) if params.seed is None else params.seed, max_total=max_total,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
             prompt_len=len(ids), grammar=self._masks(params, compiled),
-        )  # fmt: skip
+        )
         if params.min_tokens or isinstance(request.grammar, TokenRules):
             self._check_first_draw(request)
         _check_type("priority", priority, int)
@@ -100,7 +100,7 @@ def _for_replay(params: SamplingParams) -> SamplingParams:
     for name, given in (
         ("n", params.n > 1), ("prompt_logprobs", params.prompt_logprobs is not None), ("bad_words", params.bad_words),
         ("allowed_token_ids", params.allowed_token_ids is not None), (params.constraint or "", params.structured),
-    ):  # fmt: skip
+    ):
         if given:
             raise InvalidRequest(f"trace_decode_token_ids and {name} cannot be combined: leave one out", name)
     return params.clone(max_tokens=len(reply), min_tokens=0, ignore_eos=True, stop=(), stop_token_ids=())

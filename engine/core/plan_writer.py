@@ -49,7 +49,7 @@ class PlanWriter:
     def write(
         self, step: int, entries: list[Entry], num_decoding: int, drafts: dict[int, list[int]], joins: list[Request],
         num_waiting: int,
-    ) -> Scheduled:  # fmt: skip
+    ) -> Scheduled:
         """Write the plan of `entries`. They are in this order: decodes without drafts, decodes with `drafts` (by
         request id), prefill chunks.
 

@@ -36,7 +36,7 @@ class RadixTree:
     def __init__(
         self, block_size: int, allocator: BlockAllocator, log: RecordLog,
         policy: EvictionPolicy = EVICTION_POLICIES["lru"],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.block_size = block_size
         self.allocator = allocator
         self.log = log
@@ -56,7 +56,7 @@ class RadixTree:
 
     def match(
         self, ids: list[int], limit: int, node: Node | None = None, depth: int = 0, salt: str = ""
-    ) -> Match:  # fmt: skip
+    ) -> Match:
         """Returns which of the blocks [depth, limit) of `ids` are below `node` (None: the root). Change nothing.
 
         The path to `node` has the first `depth` blocks of `ids`. `salt`: the cache salt of the request.

@@ -135,7 +135,7 @@ class Scheduler:
         self.log.append(
             "submit", request.id, request.group, request.prompt_len, request.max_total, priority,
             _salt_number(request.cache_salt),
-        )  # fmt: skip
+        )
         request.submitted_at, request.submitted_work = self.log.t, self.log.worked()
 
     def finish(self, request: Request, reason: str, output_tokens: int | None = None) -> None:

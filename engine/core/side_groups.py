@@ -37,7 +37,7 @@ class Side:
         pairs = [
             (table[place], page) for place, page in self.held(request).items()
             if 0 <= place < shared and table[place] not in kept and page not in block_of
-        ]  # fmt: skip
+        ]
         if pairs:
             self.pool.keep(pairs)
             self._log.append("keep", self.index, request.id, pairs)
@@ -205,7 +205,7 @@ class States(Side):
 
     def segments(
         self, request: Request, start: int, n: int, drafted: bool, caching: bool
-    ) -> list[tuple[int, int, int]]:  # fmt: skip
+    ) -> list[tuple[int, int, int]]:
         """Returns [(tokens, source, target)] for the tokens [start, start + n) that a step computes.
 
         Each segment begins with the state in the slot `source`, and leaves the state after its tokens in `target`.

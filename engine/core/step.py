@@ -35,7 +35,7 @@ class RowSettings:
             request.row, params, request.seed, request.sample_index, request.stop_ids, request.prompt_len,
             constrained=request.grammar is not None,
             counted_ids=np.array(request.ids, np.int64) if params.has_penalties else NO_IDS,
-        )  # fmt: skip
+        )
 
 
 class PromptTargets(NamedTuple):

@@ -139,11 +139,11 @@ class StepClock:
         self._log.append(
             "parts", plan.step, *times.parts_us, round(gc_s * 1e6),
             None if delayed_s is None else round(delayed_s * 1e6), stops,
-        )  # fmt: skip
+        )
         self._log.append(
             "time", plan.step, round((times.planned - times.begun) * 1e6), round(launch_s * 1e6),
             round(commit_s * 1e6), round(wall_s * 1e6) / 1e3, result.device_ms, kind,
-        )  # fmt: skip
+        )
         return wall_s
 
     def _reads_delays(self, took_s: float) -> bool:

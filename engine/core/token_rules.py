@@ -42,7 +42,7 @@ class TokenRules:
             raise InvalidRequest(
                 f"bad_words exclude all {len(allowed or ()):,} tokens of allowed_token_ids: allow more tokens"
                 if allowed is not None else f"bad_words exclude all {vocab_size:,} tokens of the model", "bad_words",
-            )  # fmt: skip
+            )
 
     @property
     def failed(self) -> str:

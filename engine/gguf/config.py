@@ -27,7 +27,7 @@ FIELDS = {
     "leading_dense_block_count": "first_k_dense_replace", "expert_weights_scale": "routed_scaling_factor",
     "expert_group_count": "n_group", "attention.shared_kv_layers": "num_kv_shared_layers",
     "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-}  # fmt: skip
+}
 STATES, STEPS = "ssm.state_size", "time_step_rank"
 LOCAL_BASE = "rope.freq_base_swa"
 ROPE_FIELDS = {  # of yarn
@@ -35,7 +35,7 @@ ROPE_FIELDS = {  # of yarn
     "rope.scaling.yarn_attn_factor": "attention_factor", "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow", "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
     "attention.temperature_scale": "llama_4_scaling_beta",
-}  # fmt: skip
+}
 PUBLISHED = 8192, (1.0, 4.0)  # the original context and the bands of all published models of Llama 3
 CLOSE = 1e-4  # of float32 numbers that other programs computed
 STILL = 1e20  # a frequency that is divided by more does not turn
@@ -78,7 +78,7 @@ def _config(header: Header, family: Family) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": "bfloat16" if stored == {"BF16"} or not family.half_range else
                  "float32" if stored == {"F32"} else "float16",
-    }  # fmt: skip
+    }
     for field, module in ((arch.mlp_bias, "ffn_down"), (arch.output_bias, "attn_output"), (arch.qkv_bias, "attn_q")):
         if isinstance(field, str):
             found[field] = f"blk.0.{module}.bias" in header.tensors
@@ -109,7 +109,7 @@ def _experts(header: Header, kind: str, family: Family, inner: int) -> dict[str,
         "num_local_experts" if own == "intermediate_size" else "num_experts": header.get(f"{kind}.expert_count", int),
         "num_experts_per_tok": header.get(f"{kind}.expert_used_count", int), "norm_topk_prob": True,
         own: header.get(f"{kind}.expert_feed_forward_length", int, inner),
-    }  # fmt: skip
+    }
 
 
 def _uneven(header: Header, kind: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _uneven(header: Header, kind: str, found: dict[str, Any]) -> dict[str, Any]:
         "head_dim": header.get(f"{kind}.attention.key_length_swa", int), "global_head_dim": found["head_dim"],
         "num_key_value_heads": heads[first], "intermediate_size": width, "use_double_wide_mlp": widths[-1] != width,
         "attention_k_eq_v": f"blk.{whole}.attn_v.weight" not in header.tensors,
-    }  # fmt: skip
+    }
     if heads[first] != heads[whole]:
         fields["num_global_key_value_heads"] = heads[whole]
     if count := header.get(f"{kind}.expert_count", int, 0):
@@ -145,7 +145,7 @@ def _uneven(header: Header, kind: str, found: dict[str, Any]) -> dict[str, Any]:
             "enable_moe_block": True, "num_experts": count,
             "top_k_experts": header.get(f"{kind}.expert_used_count", int),
             "moe_intermediate_size": header.get(f"{kind}.expert_feed_forward_length", int),
-        }  # fmt: skip
+        }
     rotated = header.get(f"{kind}.rope.dimension_count_swa", int, fields["head_dim"])
     if rotated != fields["head_dim"]:
         raise header.error(
@@ -165,7 +165,7 @@ def _delta(header: Header, kind: str, layers: int) -> dict[str, Any]:
         "linear_value_head_dim": inner // max(1, values),
         "linear_conv_kernel_dim": header.get(f"{kind}.ssm.conv_kernel", int),
         "layer_types": [LINEAR if each else ATTENTION for each in linear],
-    }  # fmt: skip
+    }
     shared = header.get(f"{kind}.expert_shared_feed_forward_length", int, 0)
     return found | ({"shared_expert_intermediate_size": shared} if shared else {})
 
@@ -270,7 +270,7 @@ def _llama3(header: Header, theta: float, rotated: int) -> dict[str, Any]:
             return {
                 "rope_type": "llama3", "factor": factor, "low_freq_factor": bands[0], "high_freq_factor": bands[1],
                 "original_max_position_embeddings": original,
-            }  # fmt: skip
+            }
     raise header.error(f"stretches positions in its own way ({FREQUENCIES}): use the checkpoint in safetensors")
 
 

@@ -22,7 +22,7 @@ NAMES = {  # name of a module in GGUF -> name in the decoder; of a layer's modul
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
-}  # fmt: skip
+}
 SECOND_NORM = {"post_attention_norm": "post_attention_layernorm"}  # the norm before the MLP has this name in two files
 DELTA = SECOND_NORM | {
     "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_a": "linear_attn.A_log",
@@ -30,7 +30,7 @@ DELTA = SECOND_NORM | {
     "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a", "ssm_out": "linear_attn.out_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}  # fmt: skip
+}
 GEMMA4 = {
     "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm", "inp_gate": "per_layer_input_gate",
@@ -39,7 +39,7 @@ GEMMA4 = {
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "post_ffw_norm_2": "post_feedforward_layernorm_2",
     "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
-}  # fmt: skip
+}
 FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
 
@@ -84,7 +84,7 @@ FAMILIES = {
 OTHER_KINDS = {  # the values of general.type for files without a language model
     "adapter": "a LoRA adapter without its model (llama-export-lora of llama.cpp merges both)",
     "mmproj": "only the part of a model that reads images", "imatrix": "statistics for quantising a model",
-}  # fmt: skip
+}
 MIXTRAL = Family("MixtralForCausalLM", pairs=True)  # "llama" with experts
 OLMO3 = Family("Olmo3ForCausalLM")  # "olmo2" with windows
 

@@ -29,7 +29,7 @@ Make = Callable[..., np.ndarray]
 # Type in GGUF -> type in safetensors and in numpy; of all others, HALF.
 STORED: dict[str, tuple[str, Any]] = {
     "F32": ("F32", np.float32), "F16": ("F16", np.float16), "BF16": ("BF16", np.uint16), "MXFP4": ("BF16", np.uint16),
-}  # fmt: skip
+}
 HALF: tuple[str, Any] = ("F16", np.float16)
 BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I32": 4}
 ROWS_OF_A_PIECE = 1_024
@@ -190,7 +190,7 @@ def _four_bits(output: Output) -> list[Output]:
             make=lambda piece, change=change: output.make(change(piece)),
         )
         for leaf, kind, each, change in parts
-    ]  # fmt: skip
+    ]
 
 
 def write(header: Header, found: list[Output], path: Path, on_progress: Progress | None) -> None:

@@ -29,7 +29,7 @@ PATTERNS = {  # tokenizer.ggml.pre -> the expression that splits a text into wor
     "stablelm2": DIGITS, "gpt-4o": GPT_4O, "tekken": TEKKEN, "seed-coder": SEED, "gpt-2": GPT_2, "phi-2": GPT_2,
     "olmo": GPT_2, "mpt": GPT_2, "default": GPT_2, "starcoder": ONE_DIGIT, "refact": ONE_DIGIT, "smollm": ONE_DIGIT,
     "codeshell": ONE_DIGIT, "command-r": ONE_DIGIT,
-}  # fmt: skip
+}
 WHOLE_WORDS = (*LLAMA_3, "tekken")  # words of the vocabulary are not merged; BOS is the default
 NFC = ("qwen2", "deepseek-r1-qwen", "qwen35")
 LONGEST_PIECE = 1_024  # characters
@@ -55,7 +55,7 @@ def tokenizer_files(header: Header) -> tuple[dict[str, Any], dict[str, Any]]:
         {"id": i, "content": token, "special": types[i] == CONTROL, "normalized": False, "single_word": False,
          "lstrip": False, "rstrip": False}
         for i, token in enumerate(tokens) if types[i] in (CONTROL, USER_DEFINED)
-    ]  # fmt: skip
+    ]
     config = {}
     for name in ("bos", "eos"):
         i = header.metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -101,7 +101,7 @@ def _byte_level(header: Header, tokens: list[str]) -> dict[str, Any]:
             "type": "BPE", "vocab": vocab, "merges": merges,
             "ignore_merges": pre in WHOLE_WORDS,
         },
-    }  # fmt: skip
+    }
 
 
 def _listed_merges(header: Header, vocab: dict[str, int]) -> list[list[str]]:
@@ -138,7 +138,7 @@ def _sentence_pieces(header: Header, tokens: list[str], types: list[int]) -> dic
     steps = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
-    ]  # fmt: skip
+    ]
     if prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = header.metadata.get("tokenizer.ggml.unknown_token_id")
@@ -150,7 +150,7 @@ def _sentence_pieces(header: Header, tokens: list[str], types: list[int]) -> dic
             "fuse_unk": True,
             "unk_token": tokens[unknown] if isinstance(unknown, int) and 0 <= unknown < len(tokens) else None,
         },
-    }  # fmt: skip
+    }
 
 
 def _adds_bos(token: str, token_id: int) -> dict[str, Any]:
@@ -159,4 +159,4 @@ def _adds_bos(token: str, token_id: int) -> dict[str, Any]:
     return {
         "type": "TemplateProcessing", "single": [bos, first], "pair": [bos, first, bos, second],
         "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
-    }  # fmt: skip
+    }

@@ -129,7 +129,7 @@ def _repository(name: str, found: list[Snapshot]) -> str:
 DESCRIPTION = {
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "chat_template.json", INDEX, "LICENSE", "LICENSE.txt", "LICENSE.md",
-}  # fmt: skip
+}
 OTHER_WEIGHTS = (".gguf", ".safetensors", ".bin", ".pth", ".pt", ".onnx", ".h5", ".msgpack")
 POLL_SECONDS = 0.25
 SPEED_SECONDS = 10.0  # the speed is the mean over this time
@@ -329,7 +329,7 @@ class _Watch:
             text = f"downloading {self._name}: {done / 1e9:.2f} of {self._total / 1e9:.2f} GB"
             self._on_progress({
                 "stage": "download", "done": done, "total": self._total, "text": text + pace(seen, self._total),
-            })  # fmt: skip
+            })
 
 
 def pace(seen: Sequence[tuple[float, int]], total: int) -> str:

@@ -60,10 +60,10 @@ def _prepare_kernel(
 def prepare(
     sent: torch.Tensor, block_table: torch.Tensor, last_token: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor,
     seq_lens: torch.Tensor, batch: int, capacity: int, changes: int, others: int = 0,
-) -> None:  # fmt: skip
+) -> None:
     """Fill tokens int64, rows int32, seq_lens int32 [batch]; apply the changes to the block table."""
     _prepare_kernel[(1,)](
         sent, block_table, last_token, tokens, rows, seq_lens, block_table.stride(0), ENTRIES=capacity,
         OTHERS=others, CHANGES=changes, BATCH=batch, HEAD=HEADER, BLOCK=max(32, triton.next_power_of_2(capacity)),
         num_warps=4,
-    )  # fmt: skip
+    )

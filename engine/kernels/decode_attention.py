@@ -101,7 +101,7 @@ def fp8_pairs(v):
         """{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;
         cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }""",
         "=r,=r,r", [v], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -360,7 +360,7 @@ def decode_attention(
     block_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float, group: int, *,
     fused: tuple[torch.Tensor | None, torch.Tensor, float] | None = None, kv_scales: torch.Tensor | None = None,
     window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the output of attention to `out` [n, heads * d].
 
     q: [n, heads * d] (any row stride); or, with `fused` = (qk_weight [heads + kv_heads, d] or None, rope table fp32
@@ -382,4 +382,4 @@ def decode_attention(
         FUSED=fused is not None, HAS_NORM=qk_weight is not None, EPS=eps, WINDOWED=window > 0, CAP=softcap * LOG2E,
         HAS_SINKS=sinks is not None,
         PEEL=form.peel, STAGES=form.stages, PDL=early, num_warps=form.warps, launch_pdl=early,
-    )  # fmt: skip
+    )

@@ -131,7 +131,7 @@ def causal_conv(x: torch.Tensor, weight: torch.Tensor, conv: torch.Tensor, state
         x, weight, conv, out, states.segments, states.cu_segments, n, m, x.stride(0), channels, K=taps,
         KEPT=triton.next_power_of_2(taps - 1), TOKENS=rows, CHANNELS=CONV_CHANNELS,
         N=triton.next_power_of_2(max(n, 32)), num_warps=4,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -415,7 +415,7 @@ def _scan_kernel(
 def delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, recurrent: torch.Tensor,
     states: Any, eps: float = 1e-6,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Returns the output [T, Hv, Dv] of the gated delta rule; engine/model/delta.py specifies it.
 
     q, k [T, Hk, Dk] and v [T, Hv, Dv], in rows of any stride; g, beta fp32 [T, Hv]; recurrent fp32 [slots, Hv, Dk, Dv],
@@ -446,11 +446,11 @@ def delta_rule(
         of_chunks = {
             "CHUNK": CHUNK, "M": triton.next_power_of_2(max(m, 32)), "N": triton.next_power_of_2(max(n, 32)),
             "EXACT": exact,
-        }  # fmt: skip
+        }
         _solve_kernel[(heads, chunks)](
             k, g, beta, scores, *rows, n, m, k.stride(0), EPS=eps, KEY_HEADS=key_heads, HEADS=heads, DK=dk,
             BLOCK=BLOCK, **of_chunks, num_warps=SOLVE_WARPS,
-        )  # fmt: skip
+        )
         _chunk_kernel[(heads, chunks)](
             q, k, v, g, *parts, *rows, n, m, *strides, **norm, **shape, **of_chunks, num_warps=CHUNK_WARPS
         )
@@ -459,5 +459,5 @@ def delta_rule(
         _scan_kernel[(dv // columns * heads, n)](
             *parts, out, recurrent, *rows, **shape, CHUNK=CHUNK, COLUMNS=columns, EXACT=exact,
             STAGES=fitting(SCAN_STAGES, tile, (dk + CHUNK) * columns * q.element_size()), num_warps=SCAN_WARPS,
-        )  # fmt: skip
+        )
     return out

@@ -86,7 +86,7 @@ def round_rows(
     _round_rows_kernel[(tokens,)](
         x, values, scale, k, MOST=most, FACTOR=factor, SILU=silu, BOTH=both, BLOCK=block,
         num_warps=max(1, min(16, block // 512)), **overlap(),
-    )  # fmt: skip
+    )
     return values, scale
 
 
@@ -150,7 +150,7 @@ def _skinny_kernel(
 def skinny(
     values: torch.Tensor, scale: torch.Tensor, w: ScaledMatrix, parts: int = 1, dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Returns x W^T as [parts, M, N], which the caller sums. K is cut into `parts` parts.
 
     values, scale: round_rows(x [M, K], both=True, dtype=that of W), M at most 64. K must be a multiple of 128 times
@@ -166,7 +166,7 @@ def skinny(
         TensorDescriptor.from_tensor(w.values, [block_n, BLOCK_K]), w.scale, y, m, n, K=k,
         FACTOR=RANGES[values.dtype][1], BLOCKS=w.scale.dim() == 2, WHOLE=values.dtype == torch.int8, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_K=BLOCK_K, SPLIT_K=parts, STAGES=stages, num_warps=warps, **overlap(),
-    )  # fmt: skip
+    )
     return y
 
 
@@ -179,7 +179,7 @@ def product(
     torch._scaled_mm(
         values, w.values.t(), scale_a=scale, scale_b=w.scale[None], out_dtype=torch.bfloat16, use_fast_accum=True,
         out=out,
-    )  # fmt: skip
+    )
     return out
 
 

@@ -252,7 +252,7 @@ ONE = 8, 4096, 4  # rows of a program, columns that it reads at a time, warps: t
 def one(
     x: torch.Tensor, w: FourBitMatrix, *, norm: tuple[torch.Tensor, float] | None = None,
     residual: torch.Tensor | None = None, gate_up: bool = False, out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Returns the same as engine.kernels.gemv.gemv, for x [1, K]."""
     n, k = w.shape[0] // 2 if gate_up else w.shape[0], w.shape[1]
     out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
@@ -266,7 +266,7 @@ def one(
         None if weight is None else weight.view(torch.int32), residual, n, K=k, GROUP=k // w.groups.shape[1], P=width,
         EPS=eps, OFFSETS=w.offsets is not None, NORM=norm is not None, RESIDUAL=residual is not None, GATE_UP=gate_up,
         BLOCK_N=block_n, BLOCK_B=tiles, num_warps=warps, **overlap(),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -290,7 +290,7 @@ def _numbers(words, Q: tl.constexpr, dtype: tl.constexpr):
         }}
         """,
         "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
-    )  # fmt: skip
+    )
 
 
 @triton.jit(do_not_specialize=["M"])  # one compiled program for any number of tokens
@@ -398,7 +398,7 @@ def few(x: torch.Tensor, w: FourBitMatrix, form: Form, out: torch.Tensor | None 
         GROUP=k // w.groups.shape[1], P=width, OFFSETS=moved is not None, SCALED=form.scaled, WIDTH=form.width,
         BLOCK_M=form.block_m, BLOCK_N=form.block_n, SPLIT_K=form.parts, STAGES=fitting(form.stages, stage),
         num_warps=form.warps, **overlap(),
-    )  # fmt: skip
+    )
     return y
 
 
@@ -448,7 +448,7 @@ def expand(w: FourBitMatrix) -> torch.Tensor:
     _expand_kernel[(n // 64, k // (4 * width))](
         w.values.view(torch.int32), w.groups, w.offsets, w.scale, out.view(torch.int32), K=k,
         GROUP=k // w.groups.shape[1], P=width, OFFSETS=w.offsets is not None, BLOCK_N=64, num_warps=4, **overlap(),
-    )  # fmt: skip
+    )
     return out
 
 

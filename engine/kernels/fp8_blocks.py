@@ -91,7 +91,7 @@ def round_groups(x: torch.Tensor, *, silu: bool = False, both: bool = False) -> 
     _round_groups_kernel[(tokens, triton.cdiv(k, ROUNDED))](
         x, values, scale, padded, k, MOST=E4M3_MAX, FACTOR=LOW, SILU=silu, BOTH=both, BLOCK=BLOCK, COLUMNS=ROUNDED,
         num_warps=4, **overlap(),
-    )  # fmt: skip
+    )
     return values, scale
 
 
@@ -169,7 +169,7 @@ def tiled(values: torch.Tensor, scale: torch.Tensor, w: ScaledMatrix) -> torch.T
         TensorDescriptor.from_tensor(values, [block_m, BLOCK]), scale,
         TensorDescriptor.from_tensor(w.values, [block_n, BLOCK]), w.scale, y, m, n, K=k, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_K=BLOCK, GROUP=GROUP_M, STAGES=stages, num_warps=warps, **overlap(),
-    )  # fmt: skip
+    )
     return y
 
 

@@ -67,7 +67,7 @@ def widen(numbers):
             }
             """,
             "=r,=r,=r,=r,r", [numbers], dtype=tl.float32, is_pure=True, pack=4,
-        )  # fmt: skip
+        )
         wide -= 8388736.0
     else:
         wide = numbers.to(tl.float32)
@@ -204,7 +204,7 @@ def byte_tiles(n: int, k: int, gate_up: bool) -> tuple[int, int, int, int]:
 def gemv(
     x: torch.Tensor, w: torch.Tensor | ScaledMatrix, *, norm: tuple[torch.Tensor, float] | None = None,
     residual: torch.Tensor | None = None, gate_up: bool = False, out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Compute y as the module's docstring describes; return it in `out` or in a new tensor [1, N]."""
     n, k = w.shape[0] // 2 if gate_up else w.shape[0], w.shape[1]
     out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
@@ -217,5 +217,5 @@ def gemv(
         x, values, out, scale, weight, residual, n, K=k, EPS=eps, SCALED=scale is not None and not blocks,
         BLOCKS=blocks, NORM=norm is not None, RESIDUAL=residual is not None, GATE_UP=gate_up, BLOCK_N=block_n,
         BLOCK_K=block_k, AHEAD=min(ahead, triton.cdiv(k, block_k)), num_warps=warps, **overlap(),
-    )  # fmt: skip
+    )
     return out

@@ -66,7 +66,7 @@ def product(
         TensorDescriptor.from_tensor(values, [block_m, BLOCK_K]), scale,
         TensorDescriptor.from_tensor(w.values, [block_n, BLOCK_K]), w.scale, y, m, n, K=k, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_K=BLOCK_K, GROUP=GROUP_M, STAGES=stages, num_warps=warps, **overlap(),
-    )  # fmt: skip
+    )
     return y
 
 

@@ -50,7 +50,7 @@ class Box(Protocol):
 def _exchange(
     word, i, live, lane, addresses, calls, abort, RANK: tl.constexpr, SIZE: tl.constexpr, SIZE2: tl.constexpr,
     LANES: tl.constexpr, WORDS: tl.constexpr, SPINS: tl.constexpr,
-):  # fmt: skip
+):
     """Send this rank's words (int32 [N]) where `live` is true; return the words of all ranks, int32 [SIZE2, N].
 
     Rows from SIZE on are zeros.
@@ -193,7 +193,7 @@ def embed_ranks(tokens: torch.Tensor, table: torch.Tensor, box: Box) -> torch.Te
 def _launch_sum(
     words: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, box: Box,
     tokens: torch.Tensor, count: int, eps: float, norm: bool, parts: int, embed: bool,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     rows, hidden = out.shape
     block = triton.next_power_of_2(hidden // 2)
     _sum_kernel[(rows,)](
@@ -202,7 +202,7 @@ def _launch_sum(
         EMBED=embed, RANK=box.rank, SIZE=box.size, SIZE2=triton.next_power_of_2(box.size), LANES=box.lanes,
         WORDS=box.words, SPINS=SPINS, BLOCK=block, DTYPE=_TRITON_TYPES[out.dtype],
         num_warps=max(1, min(16, block // 128)), **overlap(),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -257,7 +257,7 @@ def _elect_kernel(
 def elect(
     scores: torch.Tensor, outcome: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, last_token: torch.Tensor,
     box: Box,
-) -> None:  # fmt: skip
+) -> None:
     """For each draw, find the token with the highest score among the ranks' best tokens; every rank gets the result.
 
     scores fp32 [n]; outcome int64 [n]: ids, or -1 - id if the logits are bad. Before this call,
@@ -269,4 +269,4 @@ def elect(
         scores, outcome, rows, seq_lens, last_token, n, box.addresses, box.calls, box.abort, RANK=box.rank,
         SIZE=box.size, SIZE2=triton.next_power_of_2(box.size), LANES=box.lanes, WORDS=box.words, SPINS=SPINS,
         BLOCK=ELECTED, num_warps=4,
-    )  # fmt: skip
+    )

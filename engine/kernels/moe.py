@@ -189,12 +189,12 @@ def _down_kernel(
             _down_tile(
                 inner, w, bias, out, order, tiles, weights, work, H, INNER, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
                 NARROW, STAGES,
-            )  # fmt: skip
+            )
     elif first < count:
         _down_tile(
             inner, w, bias, out, order, tiles, weights, first, H, INNER, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K, NARROW,
             STAGES,
-        )  # fmt: skip
+        )
 
 
 @triton.jit
@@ -218,7 +218,7 @@ def _total_kernel(
 def products(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes: Routes, tiles: Tiles,
     clamped: Clamped | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Returns the weighted output [T, K, H] of each token's experts, for x [T, H].
 
     The rows of padding tokens, which have no experts, are not written.
@@ -235,7 +235,7 @@ def products(
         x, w, gate_up_bias, inner, routes.order, routes.tiles, H=hidden, INNER=inner_size, TOP=per_token, LIMIT=limit,
         ALPHA=alpha, BLOCK_M=tiles.rows, BLOCK_N=n, BLOCK_K=k, NARROW=tiles.narrow,
         STAGES=fitting(stages, (tiles.rows + 2 * n) * k * x.element_size()), num_warps=warps, **overlap(),
-    )  # fmt: skip
+    )
     n, k, warps, stages = tiles.down
     k = min(k, max(16, triton.next_power_of_2(inner_size)))
     programs = count * triton.cdiv(hidden, n)
@@ -249,7 +249,7 @@ def products(
         HAS_BIAS=clamped is not None, BLOCK_M=tiles.rows, BLOCK_N=n, BLOCK_K=k, NARROW=tiles.narrow,
         STAGES=fitting(stages, (tiles.rows + n) * k * x.element_size()), PERSISTENT=persistent,
         num_warps=warps, **overlap(),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -268,7 +268,7 @@ def each_expert(
     x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tensor | ScaledMatrix,
     per_token: int, normalised: bool, load: torch.Tensor, live: torch.Tensor | None = None,
     router_bias: torch.Tensor | None = None, clamped: Clamped | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Returns the weighted output [T, K, H] of each token's experts, for x [T, H]. The caller sums it over K.
 
     The weights are tensors, or matrices of e4m3 numbers (moe_fp8.py). Adds the number of tokens of each expert to load

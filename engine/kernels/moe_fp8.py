@@ -197,12 +197,12 @@ def products(
         routes.order, routes.tiles, scale.shape[1], pairs, H=hidden, INNER=inner_size, TOP=per_token, BLOCK_M=rows,
         BLOCK_N=n, BLOCK_K=BLOCK, BLOCKS=blocks, MOST=E4M3_MAX, FACTOR=LOW, NARROW=narrow,
         STAGES=fitting(stages, (parts * rows + 2 * n) * BLOCK), num_warps=warps, **overlap(),
-    )  # fmt: skip
+    )
     _down_kernel[(count * (hidden // n_down),)](
         TensorDescriptor.from_tensor(inner, [rows, n]), inner_scale,
         TensorDescriptor.from_tensor(down.values, [n_down, n]), down.scale, out, routes.order, routes.tiles,
         routes.weights, pairs, H=hidden, INNER=inner_size, BLOCK_M=rows, BLOCK_N=n_down, BLOCK_K=n, SCALE_BLOCK=BLOCK,
         BLOCKS=blocks, FACTOR=LOW, NARROW=narrow, STAGES=fitting(stages_down, (parts * rows + n_down) * n),
         num_warps=warps_down, **overlap(),
-    )  # fmt: skip
+    )
     return out

@@ -201,7 +201,7 @@ def one_token(
     x: torch.Tensor, norm: tuple[torch.Tensor, float], logits: torch.Tensor,
     gate_up: torch.Tensor | ScaledMatrix, down: torch.Tensor | ScaledMatrix, per_token: int, normalised: bool,
     load: torch.Tensor, live: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Returns x + experts(norm(x)) [1, H] for x [1, H].
 
     `norm`: (weight, eps). `logits` [1, E]: the router's logits of norm(x). `per_token`: K.
@@ -218,16 +218,16 @@ def one_token(
     _pick_kernel[(1,)](
         logits, chosen, weights, load, live, experts, TOP=per_token, NORMALISED=normalised,
         BLOCK_E=triton.next_power_of_2(experts), num_warps=8, **overlap(),
-    )  # fmt: skip
+    )
     _gate_up_kernel[(per_token * triton.cdiv(inner_size, rows),)](
         x, norm[0], up, up_scale, inner, chosen, H=hidden, INNER=inner_size, EPS=norm[1], BLOCK_N=rows,
         BLOCK_K=min(GATE_UP_COLUMNS, triton.next_power_of_2(hidden)), num_warps=4, **up_flags, **overlap(),
-    )  # fmt: skip
+    )
     _down_kernel[(triton.cdiv(hidden, rows),)](
         inner, chosen, weights, back, back_scale, x, out, H=hidden, INNER=inner_size, TOP=per_token, BLOCK_N=rows,
         BLOCK_K=min(DOWN_COLUMNS, triton.next_power_of_2(inner_size)), AHEAD=min(EXPERTS_AHEAD, per_token),
         num_warps=4, **back_flags, **overlap(),
-    )  # fmt: skip
+    )
     return out
 
 

@@ -253,7 +253,7 @@ def _block_e(experts: int) -> int:
 def route(
     x: torch.Tensor, router: torch.Tensor, per_token: int, normalised: bool, load: torch.Tensor, rows: int,
     live: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-) -> Routes:  # fmt: skip
+) -> Routes:
     """Returns the routes of x [T, H] for router [E, H] and its `bias` [E], in tiles of at most `rows` pairs.
 
     Adds the number of tokens of each expert to `load` int64 [E]. Only the first `live` (int32 [1]) tokens are routed;
@@ -268,7 +268,7 @@ def route(
     _router_kernel[(triton.cdiv(tokens, form.tokens), split, triton.cdiv(experts, form.experts))](
         x, router, parts, counts, tokens, experts, H=hidden, BLOCK_M=form.tokens, BLOCK_E=form.experts,
         BLOCK_K=_block_k(hidden), SPLIT=split, ALL_E=block_e, num_warps=4, num_stages=3, **overlap(),
-    )  # fmt: skip
+    )
     tiles = most_tiles(pairs, experts, rows)
     routes = Routes(
         torch.empty(tokens, per_token, dtype=x.dtype, device=device),
@@ -281,10 +281,10 @@ def route(
         parts, bias, chosen, routes.weights, places, counts, live, tokens, experts, TOP=per_token,
         BLOCK_TOP=block_top, NORMALISED=normalised, SPLIT=split, BLOCK_T=form.choose, BLOCK_E=block_e,
         HAS_BIAS=bias is not None, HAS_LIVE=live is not None, num_warps=1, **overlap(),
-    )  # fmt: skip
+    )
     _group_kernel[(triton.cdiv(pairs, block),)](
         chosen, places, counts, routes.order, routes.tiles, load, live, tokens, experts, tiles, TOP=per_token,
         PAIRS=block, BLOCK_E=block_e, BLOCK_M=rows, HAS_LIVE=live is not None,
         BLOCK_TILES=form.tiles, num_warps=1, **overlap(),
-    )  # fmt: skip
+    )
     return routes

@@ -68,7 +68,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     _rms_norm_kernel[(tokens,)](
         flat, residual, weight, out, flat.stride(-2), flat.stride(0), hidden, EPS=eps, ADD=residual is not None,
         PARTS=parts, BLOCK=block, num_warps=max(1, min(8, block // 512)), **overlap(),
-    )  # fmt: skip
+    )
     return out if parts > 1 else out.view(x.shape)
 
 

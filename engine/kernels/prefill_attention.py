@@ -57,7 +57,7 @@ def _softmax_step(q, k, v, seen, m, mass, acc, scale, CAP: tl.constexpr, MASKED:
 def _over_cache(q, m, mass, acc, k_cache, v_cache, table, position, low, high, end, scale, kvh,
                 window, TOKEN: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
                 WINDOWED: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
-                STAGES: tl.constexpr):  # fmt: skip
+                STAGES: tl.constexpr):
     """Add keys [low, high) of the cache to the running softmax. MASKED: some queries must not see some keys."""
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
@@ -83,7 +83,7 @@ def _over_cache(q, m, mass, acc, k_cache, v_cache, table, position, low, high, e
 @triton.jit
 def _over_chunk(q, m, mass, acc, keys, values, first, query, low, high, count, scale, kvh, window, D: tl.constexpr,
                 TILE: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
-                STAGES: tl.constexpr):  # fmt: skip
+                STAGES: tl.constexpr):
     """Add keys [low, high) of the chunk to the running softmax. The rows of the chunk's sequence begin at `first`."""
     t = tl.arange(0, TILE)
     for n0 in tl.range(low, high, TILE, num_stages=STAGES):
@@ -201,11 +201,11 @@ def _prefill_kernel(
             m, mass, acc = _over_cache(
                 q_cache, m, mass, acc, k_cache, v_cache, table, position, low, whole, context, scale_cache, kvh, window,
                 TOKEN, D, BLOCK_SIZE, TILE, WINDOWED, CAP, WINDOWED, STAGES,
-            )  # fmt: skip
+            )
             m, mass, acc = _over_cache(
                 q_cache, m, mass, acc, k_cache, v_cache, table, position, whole, cached, cached, scale_cache, kvh,
                 window, TOKEN, D, BLOCK_SIZE, TILE, WINDOWED, CAP, True, 1,
-            )  # fmt: skip
+            )
             if FP8:
                 acc *= tl.load(kv_scales + KV_HEADS + kvh)
         begin = tl.maximum(low - context, 0)
@@ -214,22 +214,22 @@ def _prefill_kernel(
         m, mass, acc = _over_chunk(
             q_tile, m, mass, acc, keys, values, q_start, query, begin, diagonal, stop, scale, kvh, window, D, TILE,
             WINDOWED, CAP, WINDOWED, STAGES,
-        )  # fmt: skip
+        )
         m, mass, acc = _over_chunk(
             q_tile, m, mass, acc, keys, values, q_start, query, diagonal, stop, stop, scale, kvh, window, D, TILE,
             WINDOWED, CAP, True, 1,
-        )  # fmt: skip
+        )
     else:
         unmasked = tl.minimum(context + tile * BLOCK_Q + 1, high)
         whole = tl.maximum(low + (unmasked - low) // TILE * TILE, low)
         m, mass, acc = _over_cache(
             q_cache, m, mass, acc, k_cache, v_cache, table, position, low, whole, high, scale_cache, kvh, window, TOKEN,
             D, BLOCK_SIZE, TILE, WINDOWED, CAP, WINDOWED, STAGES,
-        )  # fmt: skip
+        )
         m, mass, acc = _over_cache(
             q_cache, m, mass, acc, k_cache, v_cache, table, position, whole, high, high, scale_cache, kvh, window,
             TOKEN, D, BLOCK_SIZE, TILE, WINDOWED, CAP, True, 1,
-        )  # fmt: skip
+        )
         if FP8:
             acc *= tl.load(kv_scales + KV_HEADS + kvh)
     o_at = out + (row * stride_o + head * D)[:, None] + d[None, :]
@@ -288,7 +288,7 @@ def prefill_attention(
     first: int = 0, max_seq_len: int, dense: tuple[torch.Tensor, torch.Tensor] | None = None, splits: int | None = None,
     kv_scales: torch.Tensor | None = None, fresh: bool = False, window: int = 0, softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write attention of sequences `first` ... n - 1 to the rows of their tokens in `out` [T, heads * d].
 
     The sequences before `first` have at most one token each. Without `splits`, max_seq_len and the number of tiles
@@ -321,4 +321,4 @@ def prefill_attention(
         KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_SIZE=block_size, BLOCK_M=block_m, TILE=tile, SPLITS=splits,
         SEQS=triton.next_power_of_2(max(n, 256)), DENSE=dense is not None, CONTEXT=not fresh,
         WINDOWED=window > 0, CAP=softcap * LOG2E, HAS_SINKS=sinks is not None, STAGES=stages, num_warps=4,
-    )  # fmt: skip
+    )

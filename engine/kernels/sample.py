@@ -219,7 +219,7 @@ def draw(
     logits: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, settings: torch.Tensor, top_k: torch.Tensor,
     keys: torch.Tensor, outcome: torch.Tensor, last_token: torch.Tensor, workspace: SampleWorkspace, *, noisy: bool,
     truncated: bool, piece: tuple[int, torch.Tensor] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the drawn ids to `outcome` int64 [n] and to last_token[rows].
 
     A row whose logits contain NaN or infinity gets -1 - id in `outcome`. The token drawn for row i has position
@@ -236,7 +236,7 @@ def draw(
             logits, logits.stride(0), rows, settings, top_k, workspace.floors, vocab, S_TEMPERATURE=TEMPERATURE,
             S_TOP_P=TOP_P, S_LOG_MIN_P=LOG_MIN_P, SETTINGS=NUM_SETTINGS, BLOCK=8192, LOW=LOWEST, HIGH=HIGHEST,
             num_warps=16,
-        )  # fmt: skip
+        )
     chunks = triton.cdiv(vocab, CHUNK)
     _draw_kernel[(n, chunks)](
         logits, logits.stride(0), rows, seq_lens, settings, keys, workspace.floors, workspace.scores, workspace.ids,
@@ -245,4 +245,4 @@ def draw(
         S_TEMPERATURE=TEMPERATURE, S_NOISE=NOISE, SETTINGS=NUM_SETTINGS, BLOCK=CHUNK, CHUNKS=chunks,
         BLOCK_CHUNKS=triton.next_power_of_2(chunks), MIX_1=signed(MIX_1), MIX_2=signed(MIX_2),
         GOLDEN=signed(GOLDEN), MURMUR=signed(MURMUR), num_warps=4,
-    )  # fmt: skip
+    )

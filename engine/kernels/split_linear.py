@@ -101,5 +101,5 @@ def split_linear(x: torch.Tensor, w: torch.Tensor, form: Form, dtype: torch.dtyp
     _split_linear_kernel[(triton.cdiv(n, block_n), split)](
         tiles_x, tiles_w, y, m, n, K=k, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split,
         STAGES=fitting(stages, (block_m + block_n) * block_k * x.element_size()), num_warps=warps, **overlap(),
-    )  # fmt: skip
+    )
     return y

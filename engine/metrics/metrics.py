@@ -42,9 +42,9 @@ class Metrics(Reader):
         self.waiting_for = Gauge(
             "vllm:num_requests_waiting_by_reason",
             "Waiting requests by reason: no room (capacity) or a paused engine (deferred).", "reason",
-        )  # fmt: skip
+        )
         self.awake = Gauge("vllm:engine_sleep_state", "1 for the present state, else 0; absent without an engine.",
-                           "sleep_state")  # fmt: skip
+                           "sleep_state")
         self.usage = Gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that requests use, 0 to 1.")
         self.cached = Gauge("minitui_kv_cache_cached_ratio", "Share of KV blocks that are cached but unused, 0 to 1.")
         self.side_usage = Gauge(
@@ -53,7 +53,7 @@ class Metrics(Reader):
         self.side_cached = Gauge(
             "minitui_side_cache_cached_ratio", "Share of a side group's pages or slots that are cached but unused.",
             "group",
-        )  # fmt: skip
+        )
         self.unused = Gauge("minitui_kv_cache_unused_slots", "Slots of the requests' blocks that hold no token.")
         self.again = Gauge(
             "minitui_tokens_computed_again", "Tokens computed more than once since the engine began, by cause.", "cause"
@@ -75,7 +75,7 @@ class Metrics(Reader):
         self.sources = Counter(
             "vllm:prompt_tokens_by_source_total", "Prompt tokens by the source of their KV.", "source",
             (COMPUTED, FOUND),
-        )  # fmt: skip
+        )
         self.generated = Counter("vllm:generation_tokens_total", "Generated tokens.")
         self.drafts = Counter("vllm:spec_decode_num_drafts_total", "Drafts verified; at most one per request and step.")
         self.draft_tokens = Counter("vllm:spec_decode_num_draft_tokens_total", "Draft tokens verified.")
@@ -123,7 +123,7 @@ class Metrics(Reader):
         self.block_idle = Histogram(
             "vllm:kv_block_idle_before_evict_seconds",
             "Seconds from the end of the last request that held a KV block to the block's eviction.", RESIDENCY,
-        )  # fmt: skip
+        )
         self.block_reuse_gap = Histogram(
             "vllm:kv_block_reuse_gap_seconds", "Seconds between two requests' uses of a cached KV block.", RESIDENCY
         )
@@ -139,7 +139,7 @@ class Metrics(Reader):
         self.cache_config.set(
             block_size=info.block_size or None, num_gpu_blocks=info.num_blocks or None,
             enable_prefix_caching=info.prefix_caching,
-        )  # fmt: skip
+        )
 
     def records_lost(self) -> None:
         """Forget the times of the blocks: lost records may have evicted and allocated blocks."""

@@ -196,7 +196,7 @@ class Decoder:
             (rope, dim): torch.empty(max_positions, dim, dtype=exact, device=device) if device.type == "meta"
             else rope_table(rope, dim, max_positions, config.max_position).to(device, exact)
             for rope, dim in set(kinds)
-        }  # fmt: skip
+        }
         self.rope_tables = [tables[kind] for kind in kinds]  # of each layer
         self.group_of = group_of_layers(config)  # the index of each layer's cache group
         scales = query_scales(config.rope, max_positions)
@@ -245,7 +245,7 @@ class Decoder:
     def _attend(
         self, i: int, x: torch.Tensor, rope: Any, where: torch.Tensor | None, meta: ForwardMeta,
         attention: AttentionBackend, pool: KVPool,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Returns the attention output [T, Hq · D] of layer i, before the output projection, for x [T, H]."""
         layer, eps = self.layers[i], self.config.rms_norm_eps
         keys, values, scales = pool.keys[i], pool.values[i], pool.scales[i]

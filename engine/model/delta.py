@@ -56,7 +56,7 @@ def causal_conv(x: torch.Tensor, weight: torch.Tensor, conv: torch.Tensor, state
 def delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, recurrent: torch.Tensor,
     states: StateMeta,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Returns the output [T, Hv, Dv] of the gated delta rule, in the dtype of v.
 
     q, k       [T, Hk, Dk], before their normalisation to length 1; each serves Hv / Hk value heads in succession

@@ -33,7 +33,7 @@ class Ops(Protocol):
     def qk_norm_rope_store(
         self, qkv: torch.Tensor, qk_weight: torch.Tensor | None, eps: float, rope: Any, k_cache: torch.Tensor,
         v_cache: torch.Tensor, slot_mapping: torch.Tensor | None, kv_scales: torch.Tensor | None, /,
-    ) -> torch.Tensor: ...  # fmt: skip
+    ) -> torch.Tensor: ...
 
     def silu_mul(self, gate_up: torch.Tensor, /) -> torch.Tensor: ...
 
@@ -46,7 +46,7 @@ class Ops(Protocol):
     def delta_rule(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
         recurrent: torch.Tensor, states: StateMeta, /,
-    ) -> torch.Tensor: ...  # fmt: skip
+    ) -> torch.Tensor: ...
 
     def delta_gates(
         self, rates: torch.Tensor, decay: torch.Tensor, bias: torch.Tensor, /
@@ -68,7 +68,7 @@ class Experts:
     def __init__(
         self, config: ExpertsConfig, hidden: int, dtype: torch.dtype, device: torch.device, ops: Ops,
         kind: type[ByteWeight] | None = None, gated: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`kind`: the class of the weights; None: tensors of `dtype`. `gated`: replaces ops.silu_mul."""
         self._gated = gated or ops.silu_mul
         self._ops = ops

@@ -62,7 +62,7 @@ class Architecture:
 
 LLAMA_BIASES: dict[str, Any] = {
     "qkv_bias": "attention_bias", "output_bias": "attention_bias", "mlp_bias": "mlp_bias",
-}  # fmt: skip
+}
 GEMMA: dict[str, Any] = {
     "qkv_bias": "attention_bias", "output_bias": "attention_bias", "window": "always", "wide_norms": True,
     "offset_norms": True, "post_norms": True, "activation": "gelu", "scaled_embedding": True,
@@ -70,27 +70,27 @@ GEMMA: dict[str, Any] = {
         "post_attention_layernorm": "pre_feedforward_layernorm", "after_attention_norm": "post_attention_layernorm",
         "after_mlp_norm": "post_feedforward_layernorm",
     },
-}  # fmt: skip
+}
 OLMO: dict[str, Any] = {
     "qkv_bias": "attention_bias", "output_bias": "attention_bias", "full_qk_norm": True, "wide_norms": True,
     "pre_norms": False, "post_norms": True,
     "names": {"after_attention_norm": "post_attention_layernorm", "after_mlp_norm": "post_feedforward_layernorm"},
-}  # fmt: skip
+}
 SIZE_OF_GEMMA = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256, "sliding_window": 4096,
-}  # fmt: skip
+}
 MINISTRAL3_ROPE = {
     "type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
     "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
+}
 
 GEMMA4: dict[str, Any] = {
     **GEMMA, "offset_norms": False, "qk_norm": True, "full_layers": (6, 5), "two_ropes": True, "uneven": True,
     "reads": "final_logit_softcapping num_kv_shared_layers per_layer_config attention_k_eq_v "
     "use_bidirectional_attention hidden_size_per_layer_input enable_moe_block use_double_wide_mlp",
     "names": GEMMA["names"] | {"gate": "router.proj"},
-}  # fmt: skip
+}
 SIZE_OF_GEMMA4: dict[str, Any] = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True,
     "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
@@ -99,20 +99,20 @@ SIZE_OF_GEMMA4: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     },
-}  # fmt: skip
+}
 
 GATED_DELTA: dict[str, Any] = {
     "qk_norm": True, "wide_norms": True, "offset_norms": True, "partial_rotary": 0.25, "delta": True,
     "reads": "partial_rotary_factor mrope_section shared_expert_intermediate_size",
-}  # fmt: skip
+}
 SIZE_OF_DELTA = {
     "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-}  # fmt: skip
+}
 SIZE_OF_EXPERTS = {
     "num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
     "intermediate_size": 5632, "norm_topk_prob": True,
-}  # fmt: skip
+}
 
 ARCHITECTURES = {
     "Qwen3ForCausalLM": Architecture(
@@ -240,7 +240,7 @@ ARCHITECTURES = {
                       "original_max_position_embeddings": 4096,
                   }},
     ),
-}  # fmt: skip
+}
 MODEL_TYPES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -276,4 +276,4 @@ WITH_IMAGES = {
     "Qwen2VLForConditionalGeneration": "qwen2", "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3", "Qwen3VLMoeForConditionalGeneration": "qwen3_moe",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text", "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
-}  # fmt: skip
+}

@@ -82,7 +82,7 @@ class Group:
     def elect(
         self, scores: torch.Tensor, outcome: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor,
         last_token: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Choose the best of the ranks' draws, the same on every rank: see engine.kernels.mailbox.elect."""
 
     def count_step(self, layers: int, rows: int) -> None:

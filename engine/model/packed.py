@@ -228,7 +228,7 @@ def _awq(packing: Packing, rows: int, columns: int, order: bool) -> Packed:
     sources = (
         Source("qweight", (columns, rows // per_word), INTS), Source("qzeros", (groups, rows // per_word), INTS),
         Source("scales", (groups, rows), FLOATS),
-    )  # fmt: skip
+    )
     return Packed(sources, lambda tensors: found(tensors).dense(), found)
 
 
@@ -244,7 +244,7 @@ def _gptq(packing: Packing, rows: int, columns: int, order: bool) -> Packed:
     sources = (
         Source("qweight", (columns // per_word, rows), INTS), Source("qzeros", (groups, rows // per_word), INTS),
         Source("scales", (groups, rows), FLOATS), *([Source("g_idx", (columns,), INTS)] if order else []),
-    )  # fmt: skip
+    )
     return _grouped(sources, stored, "g_idx", packing)
 
 
@@ -263,7 +263,7 @@ def _int_packed(packing: Packing, rows: int, columns: int, order: bool) -> Packe
         Source("weight_packed", (rows, words), INTS), Source("weight_scale", (rows, groups), FLOATS),
         Source("weight_shape", (2,), ("I64", "I32"), required=False),
         *([Source("weight_g_idx", (columns,), INTS)] if order else []),
-    ]  # fmt: skip
+    ]
     if not packing.symmetric:
         sources.append(Source("weight_zero_point", (-(-rows // per_word), groups), INTS))
     return _grouped(tuple(sources), found, "weight_g_idx", packing)

@@ -38,7 +38,7 @@ WORDS = {
 GATED_DELTA = {"delta", "output_gate", "shared_expert"}
 UNEVEN = {
     "head_shapes", "shared_kv", "value_norm", "mlp_widths", "per_layer_inputs", "layer_scalars", "beside_mlp",
-}  # fmt: skip
+}
 SUPPORTED: dict[str, frozenset[str]] = {
     "cpu_decode": frozenset({"softcap", "sinks", "windows", "groups"}),  # engine/worker/cpu/executor.py
     "compiled": frozenset({"windows", "several_ropes", "groups"}),  # engine/worker/cpu/compiled_decoder.py

@@ -37,7 +37,7 @@ PACKED_BYTES = FLOAT_BYTES | {"I32": 4, "I64": 8}
 def load_weights(
     slots: Iterable[Slot], directory: Path, tied: bool, on_progress: Progress | None = None,
     packing: Packing | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Fill the slots from the safetensors files in `directory`. Raises CheckpointError if the files do not fit.
 
     `tied`: the embedding is also the output matrix. If the checkpoint has an output matrix too, both must be equal.
@@ -294,13 +294,13 @@ def is_unused(name: str) -> bool:
     parts = (
         "vision_tower.", "multi_modal_projector.", "visual.", "mtp.", "embed_vision.", "embed_audio.", "audio_tower.",
         "vision_embedder.",
-    )  # fmt: skip
+    )
     # This engine computes the scales of activations, keys and values itself, if it rounds them at all.
     unused = (
         ".rotary_emb.inv_freq", ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale",
         ".k_scale", ".v_scale", ".q_scale", ".prob_scale", "k_proj.output_scale", "v_proj.output_scale",
         "q_proj.output_scale",
-    )  # fmt: skip
+    )
     return name.endswith(unused) or name.removeprefix("model.").startswith(parts)
 
 

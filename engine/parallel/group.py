@@ -220,7 +220,7 @@ class Ranks(Group):
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=TIMEOUT_S),
             device_id=self.device if self.backend == "nccl" else None,
-        )  # fmt: skip
+        )
         self._connected = True
 
     def open_mailbox(self, hidden: int, dtype: torch.dtype) -> str:
@@ -257,7 +257,7 @@ class Ranks(Group):
     def elect(
         self, scores: torch.Tensor, outcome: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor,
         last_token: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         from engine.kernels.mailbox import elect
 
         assert self.box is not None

@@ -81,4 +81,4 @@ def connect(store: Any, rank: int, size: int, hidden: int, device: torch.device,
         rank, size, lanes, words, torch.tensor(addresses, dtype=torch.int64, device=device),
         torch.zeros(lanes, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32).pin_memory(),
         (memory, handle),
-    )  # fmt: skip
+    )

@@ -80,7 +80,7 @@ class Workers:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "engine.process.rank", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment,
-            )  # fmt: skip
+            )
         connection = Connection(ours.detach())
         self._processes.append(process)
         self._connections.append(connection)

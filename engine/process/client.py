@@ -130,7 +130,7 @@ class EngineClient:
         threading.Thread(
             target=self._read, args=(connection, process, self._watch, self._records, self._generation), name="engine",
             daemon=True,
-        ).start()  # fmt: skip
+        ).start()
         try:
             self.info = replace(await ready, log_file=str(self.log_file))
         except (asyncio.CancelledError, EngineError):
@@ -146,7 +146,7 @@ class EngineClient:
     def _read(
         self, connection: Connection, process: subprocess.Popen[bytes], watch: Watch, records: UnreadRecords,
         generation: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Run the reader thread: read the socket, keep the records, and pass other messages to the event loop."""
         reason = ""
         try:
@@ -231,7 +231,7 @@ class EngineClient:
     def submit(
         self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0, *, priority: int = 0,
         cache_salt: str = "",
-    ) -> Stream:  # fmt: skip
+    ) -> Stream:
         """Queue a prompt without waiting. If the engine refuses it, iterating over the stream raises InvalidRequest.
 
         The arguments are those of `Engine.add_request`.

@@ -45,7 +45,7 @@ def _start(log_file: Path) -> tuple[subprocess.Popen[bytes], Connection]:
                 [sys.executable, "-P", "-m", "engine.process.server", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
                 start_new_session=True, env=environment,
-            )  # fmt: skip
+            )
     except OSError:
         ours.close()
         raise

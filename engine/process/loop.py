@@ -181,7 +181,7 @@ class EngineLoop:
     def _submit(
         self, tag: int, ids: list[int], params: Any, group: str, sample_index: int, priority: int, cache_salt: str,
         compiled: Callable[[], Grammar] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         request = self.engine.add_request(
             ids, params, group, sample_index, priority=priority, cache_salt=cache_salt, compiled=compiled
         )

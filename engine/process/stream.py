@@ -70,7 +70,7 @@ class Stream:
         await self._decided.wait()
         if self.request_id is None:
             raise next((item for item in self._unread if isinstance(item, EngineError)),
-                       EngineDead("the engine ended before it accepted the request"))  # fmt: skip
+                       EngineDead("the engine ended before it accepted the request"))
         return self.request_id
 
     def cancel(self) -> None:

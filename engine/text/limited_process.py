@@ -125,7 +125,7 @@ class _Process:
                 self._child = subprocess.Popen(
                     [sys.executable, "-P", str(script), *map(str, numbers)], pass_fds=[pipe], env=environment,
                     stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-                )  # fmt: skip
+                )
             except OSError as error:
                 ours.close()
                 os.close(lifeline)

@@ -23,7 +23,7 @@ ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
 SINGLE = {
     "<seed:think>": "<think>", "</seed:think>": "</think>", "[THINK]": "<think>", "[/THINK]": "</think>",
     "<|channel>": "<think>", "<channel|>": "</think>",
-}  # fmt: skip
+}
 BEGINS, MESSAGE, ENDS = ("<|start|>", "<|channel|>"), "<|message|>", ("<|end|>", "<|return|>", "<|call|>")
 CALLS = ("<|tool_call|>", "[TOOL_CALLS]", "<seed:tool_call>", "<|tool_call>")
 END_CALLS = ("</seed:tool_call>", "<tool_call|>")

@@ -45,7 +45,7 @@ class Delta:
             return (
                 self.request_id, self.text, self.ids, self.finish_reason, self.metrics, self.logprobs,
                 self.prompt_logprobs,
-            )  # fmt: skip
+            )
         return (self.request_id, self.text, self.ids)
 
 

@@ -100,7 +100,7 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: list[Message], add_generation_prompt: bool = True, *, continue_final_message: bool = False,
         chat_template: str | None = None, any_length: bool = False, tokenize: bool = True, **template: Any,
-    ) -> list[int] | str:  # fmt: skip
+    ) -> list[int] | str:
         """Returns the ids of a conversation. With `add_generation_prompt`, the model continues them with a reply.
 
         continue_final_message   end the ids after the last message's content, so that the model continues this message
@@ -141,13 +141,13 @@ class Tokenizer:
     def render_chat(
         self, messages: list[Message], add_generation_prompt: bool = True, *, chat_template: str | None = None,
         **template: Any,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Returns the conversation as text, with the template's control tokens.
 
         `chat_template`: as in `apply_chat_template`. Such a template is rendered in a process of its own.
         """
         values = {"messages": messages, "add_generation_prompt": add_generation_prompt,
-                  "tools": None, "documents": None, **self._names, **template}  # fmt: skip
+                  "tools": None, "documents": None, **self._names, **template}
         if chat_template is not None:
             other = ChatTemplate(chat_template, self.directory)
             try:

@@ -40,7 +40,7 @@ def bounds_of(cls: type) -> dict[str, Bound]:
         name: bound
         for name, hint in hints.items()
         for bound in get_args(hint)[1:] if isinstance(bound, Bound)
-    }  # fmt: skip
+    }
 
 
 class Kind:
@@ -109,7 +109,7 @@ class Reader:
         own = {
             name.removeprefix("on_"): by_name(method, KINDS[name.removeprefix("on_")])
             for name, method in vars(cls).items() if name.startswith("on_")
-        }  # fmt: skip
+        }
         cls.READS = cls.READS | own
 
     def read(self, record: Record) -> Any:

@@ -190,7 +190,7 @@ class SidePool:
         return {
             **asdict(self.group), "free": runs_of(self.free), "idle": list(self.idle),
             "kept": [list(pair) for pair in self.kept.items()],
-        }  # fmt: skip
+        }
 
     def fill(self, data: dict[str, Any], held: Iterable[int]) -> None:
         """Fill a new pool from a snapshot. `held`: the pages of all requests, a shared page more than once."""

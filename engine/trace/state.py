@@ -28,7 +28,7 @@ from engine.trace.views import (
     NodeView,
     RequestView,
     Waste,
-)  # fmt: skip
+)
 
 CONTROL = ("seq", "t", "step", "eviction_policy", "gate", "pace")  # fields of State and of a snapshot
 SIZES = ("num_blocks", "block_size", "budget", "max_num_seqs")
@@ -305,4 +305,4 @@ def _fields(data: dict[str, Any], bounds: dict[str, Bound]) -> dict[str, Any]:
     return {
         name: _own(data[name]) if bound.convert is None else bound.convert(data[name])
         for name, bound in bounds.items() if name in data
-    }  # fmt: skip
+    }

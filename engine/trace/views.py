@@ -23,7 +23,7 @@ from engine.trace.kind import (
     later,
     pages,
     position,
-)  # fmt: skip
+)
 
 FREE, ACTIVE, SHARED, CACHED = range(4)
 

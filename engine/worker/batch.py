@@ -32,7 +32,7 @@ class Batch:
     def __init__(
         self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device,
         processed_logprobs: bool = False, windows: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`windows`: of the cache groups with pages after group 0."""
         self.max_rows = max_rows
         self.windows = windows

@@ -107,14 +107,14 @@ class LoadedModel:
             self.attention = choose_attention(
                 engine_config.attention_backend, self.shard, self.block_size, self.dtype, self.device, max_rows,
                 self.max_model_len, self.kv_dtype, self.model.sinks,
-            )  # fmt: skip
+            )
             self.attention_name = self.attention.name
             self.memory = MemoryReport(weights=self.model.nbytes, kv_cache=0)
             self.batch = Batch(
                 max_rows, self.max_model_len, self.block_size, self.vocab_size, self.device,
                 engine_config.logprobs_mode == "processed_logprobs",
                 tuple(group.window for group in paged_groups(self.shard)[1:]),
-            )  # fmt: skip
+            )
             groups = cache_groups(self.shard)
             # Of a block, page or slot of each group.
             self.block_bytes = [group.block_bytes(self.block_size, self.kv_dtype) for group in groups]
@@ -169,7 +169,7 @@ class LoadedModel:
     def launched(
         self, plan: StepPlan, draws: Draws, drawn: Drawn, prompt_logprobs: dict[int, PromptLogprobs], started: float,
         begin: Any,
-    ) -> LaunchedStep:  # fmt: skip
+    ) -> LaunchedStep:
         """Start the copy of `drawn` to the host; return the step. `begin`: the step's first `mark`; None on a CPU."""
         logprobs = None
         if drawn.logprobs is not None:
@@ -191,7 +191,7 @@ class LoadedModel:
         return LaunchedStep(
             len(plan.rows), outcome, None, draws.entries, range(plan.num_decodes, plan.num_decoding), device_ms,
             events, logprobs, prompt_logprobs, self.group.take_time(), load,
-        )  # fmt: skip
+        )
 
     def take_expert_load(self) -> tuple[list[int], torch.Tensor] | None:
         """Returns (indices of the layers with experts, number of tokens of each expert); starts the copy to the host.
@@ -218,7 +218,7 @@ class LoadedModel:
     def _make_pool(self, num_blocks: int, side_blocks: tuple[int, ...] = ()) -> KVPool:
         return KVPool(
             self.shard, num_blocks, self.block_size, self.kv_dtype, self.device, self._kv_scales, side_blocks
-        )  # fmt: skip
+        )
 
     def _count_blocks(self) -> int:
         """Returns the number of blocks without the null block: as configured, else as many as memory allows."""
@@ -329,7 +329,7 @@ class PoolSizes:
         return tuple(
             SideGroup(group.name, group.kind, 1 + self._count(group, blocks), group.window)
             for group in self._groups[1:]
-        )  # fmt: skip
+        )
 
     def _count(self, group: CacheGroup, blocks: int) -> int:
         size, config = self._size, self._config

@@ -29,7 +29,7 @@ H200 = {
         "prefill 16 x 4,096": 344_578, "mixed 256": 24_616,
         "first token, 2,112 cold": 8.9, "first token, 2,048 cached + 64": 6.6,
     },
-}  # fmt: skip
+}
 
 REPLY = 256  # tokens of a reply in the batch rows
 
@@ -129,7 +129,7 @@ class GpuRows:
         return self._row(
             "first token, 2,048 cached + 64", median(times) * 1e3, "ms",
             lambda limits: self._work.prefill(limits, [2112], cached=2048) * 1e3,
-        )  # fmt: skip
+        )
 
     def _warm_up(self) -> None:
         seconds(self._llm, self._prompts([128] * 8), greedy(8))

@@ -19,12 +19,12 @@ QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8,
     "vocab_size": 151_936, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000,
     "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 151_645,
-}  # fmt: skip
+}
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128,
     "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-}  # fmt: skip
+}
 #                 hidden inner   layers heads tied
 SIZES = {
     "0.6B": (1_024, 3_072, 28, 16, True),
@@ -123,7 +123,7 @@ def write_config(size: str, directory: Path) -> Path:
     config = QWEN3 | {
         "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
         "tie_word_embeddings": tied,
-    }  # fmt: skip
+    }
     if size == "30B-A3B":
         config |= MOE
     path = directory / f"Qwen3-{size}"
@@ -180,7 +180,7 @@ class Work:
             kv_bytes=2 * num_attentions * c.num_kv_heads * d * itemsize,
             attention=4 * num_attentions * c.num_heads * d, states=states, delta=delta, itemsize=each,
             head_itemsize=head_each,
-        )  # fmt: skip
+        )
 
     def prefill(self, limits: Limits, lengths: list[int], cached: int = 0) -> float:
         """Returns the minimum seconds to compute prompts of these lengths, and to draw one token for each prompt.

@@ -29,7 +29,7 @@ from engine.model.config import ModelConfig
 ARCHITECTURES = {  # those whose tensors the writer knows
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
-}  # fmt: skip
+}
 TYPES = {"none": "F32", "bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}  # kind of weights -> the nearest type in GGUF
 BITS = {"F32": 32.0, "BF16": 16.0, "Q8_0": 8.5, "Q4_0": 4.5}  # of a weight, with its share of the scale
 DIFFERENT_ROWS = 64  # the random rows that a matrix repeats
@@ -63,7 +63,7 @@ class LlamaCpp:
             write_gguf(config, TYPES[kind], path)
             command = [sys.executable, "-m", "minitui.bench.llama", str(path), str(threads)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                             stderr=subprocess.DEVNULL, text=True, bufsize=1)  # fmt: skip
+                                             stderr=subprocess.DEVNULL, text=True, bufsize=1)
             self.name = f"llama.cpp (llama-cpp-python {version('llama-cpp-python')}), {TYPES[kind]} weights"
             self.decode(1, 8, WARM_UP + 1)  # raises if the file cannot be loaded
         except BaseException:

@@ -30,7 +30,7 @@ START_S = 3.0  # until all processes have started
 WORDS = (
     "block", "cache", "token", "prefix", "tree", "queue", "batch", "step", "prompt", "answer", "page", "table",
     "decode", "prefill", "head", "layer", "request", "share", "evict", "admit", "stream", "model", "weight", "draw",
-)  # fmt: skip
+)
 MOONCAKE_BLOCK = 512  # tokens for each hash id
 HELP = """Measure an OpenAI-compatible server under load.
 
@@ -96,7 +96,7 @@ async def find_rate(
         "share": options.share, "highest_rate": holds or None,
         "lowest_rate_missed": None if math.isinf(missed) else missed,
         "trials": sorted(trials, key=lambda one: one["rate"]),
-    }  # fmt: skip
+    }
 
 
 async def first_model(url: str, key: str) -> str:
@@ -236,7 +236,7 @@ def replay(lines: Iterable[str], options: LoadOptions, model: str) -> list[Plann
                 f"{options.trace}, line {number}: {type(error).__name__} {error}; a line must be a JSON object with t "
                 "and one of prompt, messages and words; or with timestamp, input_length, output_length and hash_ids",
                 "trace",
-            ) from error  # fmt: skip
+            ) from error
         plan.append(_planned(at, body, options, model))
     if not plan:
         raise InvalidRequest(f"{options.trace} contains no requests", "trace")

@@ -20,11 +20,11 @@ PERCENTILES = (50, 90, 99)
 LATE_MS = 20.0  # requests are sent later than planned: from here on, the client is too slow
 TIMES = {
     "ttft_ms": "first token", "gap_ms": "gap between chunks", "tpot_ms": "per output token", "e2e_ms": "end to end",
-}  # fmt: skip
+}
 RATES = {
     "requests_per_s": "requests/s", "goodput_per_s": "requests/s within the goals",
     "output_tokens_per_s": "output tokens/s",
-}  # fmt: skip
+}
 
 
 @dataclass

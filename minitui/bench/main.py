@@ -122,7 +122,7 @@ def engine_options(options: Options, dummy: bool, on_gpu: bool, max_context: int
         "attention_backend": options.attention_backend, "kv_cache_dtype": options.kv_cache_dtype,
         "cpu_threads": options.threads,
         "quantization": options.quantization, "tensor_parallel_size": options.tensor_parallel_size,
-    }  # fmt: skip
+    }
     if on_gpu:
         chosen["max_num_batched_tokens"] = options.max_num_batched_tokens
         chosen["max_model_len"] = min(8192, max_context)
@@ -185,7 +185,7 @@ def _measure(
         f"{info.num_blocks:,} blocks of {info.block_size} tokens, overlap {'on' if info.overlap else 'off'}, "
         f"ready in {info.load_seconds:.1f} s",
         *notes, sep="\n",
-    )  # fmt: skip
+    )
     itemsize, small = getattr(torch, info.dtype).itemsize, info.kv_cache_dtype == "fp8"
     weights = itemsizes(info.quantization, getattr(torch, info.dtype))
     work = Work.of(config, 1 if small else itemsize, weights)

@@ -129,7 +129,7 @@ class Store:
                 chat.id, chat.title, chat.system, chat.parent, json.dumps(vars(chat.sampling)), chat.created,
                 chat.ids_model, array("i", chat.ids).tobytes(), self._own_lock.id if self._own_lock else "",
             ),
-        )  # fmt: skip
+        )
 
     def claim(self, chat: str) -> bool:
         """Makes the chat belong to this process; returns False if it is open in another minitui."""
@@ -148,7 +148,7 @@ class Store:
                 chat, position, message.role, message.text, message.state, message.error,
                 json.dumps(message.metrics), message.created,
             ),
-        )  # fmt: skip
+        )
 
     def truncate(self, chat: str, count: int) -> None:
         """Keeps the first `count` messages and deletes the others."""
@@ -196,7 +196,7 @@ class Store:
     def _chat(
         self, id: str, title: str, system: str, parent: str | None, settings: str, created: float, model: str,
         ids: bytes,
-    ) -> Session:  # fmt: skip
+    ) -> Session:
         """Returns the chat of a row with its messages; leaves out damaged settings, metrics and ids."""
         known = {name: value for name, value in _object(settings).items() if name in Sampling.__dataclass_fields__}
         rows = self.file.run(

@@ -34,7 +34,7 @@ def as_json(chat: Session) -> str:
             **({"error": m.error} if m.error else {}),
         }
         for m in chat.messages
-    ]  # fmt: skip
+    ]
     head = {"id": chat.id, "title": chat.title, "system": chat.system, "forked_from": chat.parent}
     whole = {**head, "created": _when(chat.created), "messages": messages}
     return json_text(whole, indent=2) + "\n"

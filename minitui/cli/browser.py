@@ -19,7 +19,7 @@ TEXT = ("plain", "json", "handout", "export", "what_if", "sweep")  # options tha
 ONE = {  # options that only one application can have -> what would happen without --mirror
     "record": "every tab would write the same file", "save": "every tab would write the same files",
     "resume": "every tab would reopen the same chats",
-}  # fmt: skip
+}
 
 
 def in_browser(

@@ -143,7 +143,7 @@ def _contrast(name: str, pools: str | None) -> Contrast:
 def _run(
     contrast: Contrast, choice: Choice, options: dict[str, Any], save: Path | None, record: Path | None,
     looks: dict[str, Any], text: bool, json: bool,
-) -> int:  # fmt: skip
+) -> int:
     """Runs a contrast on a model of this machine; returns the exit code."""
     from minitui.sources.recording import RecordingSource
     from minitui.teaching.compare import TracesOfRuns
@@ -219,7 +219,7 @@ def _open(first: str, second: str, looks: dict[str, Any], text: bool, json: bool
 def open_recordings(
     readers: tuple[TraceReader, TraceReader], names: tuple[str, str], title: str, looks: dict[str, Any], text: bool,
     json: bool, notes: Sequence[str] = (), more: Mapping[str, Any] | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Compares two recordings; returns the exit code. `text`: print the figures; else open the application. `notes`:
     sentences about the runs; `more`: keys that the JSON has, too."""
     if text:
@@ -256,7 +256,7 @@ def run_names(first: str, second: str) -> tuple[str, str]:
 def _report(
     comparison: Comparison, title: str, infos: list[EngineInfo], notes: list[str], json: bool,
     more: Mapping[str, Any] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     notes = [*notes, comparison.disturbed]
     from minitui.viewmodel.compare.comparison import as_data, settings_that_differ, told
 

@@ -29,7 +29,7 @@ EXTRAS = {  # module -> (extra, purpose)
 SIZES = {  # model -> its weights, and how many of them are in the embedding and the output matrix
     "Qwen3-0.6B": (0.6e9, 0.16e9), "Qwen3-1.7B": (1.7e9, 0.31e9), "Qwen3-4B": (4.0e9, 0.39e9),
     "Qwen3-8B": (8.2e9, 1.24e9), "Qwen3-32B": (32.8e9, 1.56e9),
-}  # fmt: skip
+}
 
 
 def doctor(

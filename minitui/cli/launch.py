@@ -104,7 +104,7 @@ def report_recording(source: Source, status: int = 0) -> int:
 def run_app(
     source: Any, choice: Choice, settings: settings_file.Settings, sampling: Sampling, store: Any = None,
     resume: bool = False, script: Any = None, make: Callable[..., MinituiApp] | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Runs the application until it exits; returns the exit code. `script(app)` is a coroutine that drives a demo.
     `make` creates the application; without it, MinituiApp does."""
     # How many times per second Textual checks for redraws. With its default of 60, a typed letter appears after up to

@@ -66,7 +66,7 @@ that shows all of it live.
 )
 for command in (
     chat, inspect, ask, chats, demo, lesson, exercise, compare, replay, advise, tail, proxy, doctor, models, verify,
-):  # fmt: skip
+):
     app.command()(command)
 app.command("class")(lecture)
 app.command(cls=ServeCommand)(serve)

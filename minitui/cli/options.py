@@ -195,11 +195,11 @@ SAMPLING = [
         name, inspect.Parameter.KEYWORD_ONLY, default=None,
         annotation=Annotated[option.types[0] | None, typer.Option(help=option.help)],
     ) for name, option in OPTIONS.items()
-]  # fmt: skip
+]
 GROUPS = {
     "sampling": SAMPLING, "looks": _parameters(_looks), "opening": _parameters(_opening),
     "engine": _parameters(_engine),
-}  # fmt: skip
+}
 
 
 def with_options(*groups: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

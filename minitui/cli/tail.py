@@ -148,7 +148,7 @@ def to_stderr(text: str) -> None:
 async def tail_live(
     source: Source, system: str, sampling: Sampling, questions: TextIO, out: Callable[[str], None],
     load: Any = load_codec, *, kind: str = "steps",
-) -> int:  # fmt: skip
+) -> int:
     """Starts the engine, asks the questions one after the other in one chat, and prints the records and answers.
 
     Returns the exit code. kind: as in `teller_for`.

@@ -127,7 +127,7 @@ def lesson(
     progress = LessonProgress(settings_file.data_dir() / FILE)
     if number is None:
         rows = [(f"minitui lesson {one.number:<2}   {one.title}", _about(one.question, progress.summary(one)))
-                for one in LESSONS]  # fmt: skip
+                for one in LESSONS]
         print(_columns(rows))
         print("\nOpen a lesson with its number: `minitui lesson 0` is the first.\nKey L in a lesson shows the others.")
         print("`minitui exercise` lists decisions of the engine that you can then write yourself.")

@@ -249,7 +249,7 @@ def compare(directory: Path, reference: Reference, dtype: str, device: str) -> l
             f"largest difference {worst:.2g} over {sum(map(len, reference.logprobs))} positions, "
             f"top {TOP} (allowed {tolerance:.2g})",
         )
-    ]  # fmt: skip
+    ]
     llm.engine.clear_cache()
     cold = replies()
     # Two tokens tie if rounding explains the margin between them. If the check above failed, no tokens tie.

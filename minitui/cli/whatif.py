@@ -56,7 +56,7 @@ def run_what_if(trace: str, text: str, arrivals: str, json: bool, looks: dict[st
                 "fit": {"steps": question.costs.steps, "median_error_share": question.costs.error},
                 "recorded_setting_played": checked,
             }
-        }  # fmt: skip
+        }
         readers = question.reader, TraceReader(path)
         title = f"{question.reader.path}: as recorded, and played with {text}"
         return open_recordings(
@@ -87,7 +87,7 @@ def run_sweep(trace: str, text: str, arrivals: str, json: bool, out: Path | None
     data = {
         "setting": name, "recorded_value": getattr(question.setting, name), "arrivals": arrivals,
         "points": [as_data(point) for point in found], "recorded_setting_played": checked, "notes": notes,
-    }  # fmt: skip
+    }
     path = question.reader.path
     base = out or (Path(path.stem) if is_bundled(path) else path.with_suffix("")).with_suffix(f".{name}")
     written = [write_beside(base, ".json", json_text(data, indent=2) + "\n")]
@@ -160,13 +160,13 @@ def advise(
         fit_words(question.costs), sentence, *question.doubts(question.setting), *advice.best.notes,
         "The recording cannot tell how clients, another model or another device would behave, nor what the memory of "
         "a larger pool, batch or budget needs.",
-    ]  # fmt: skip
+    ]
     if json:
         data = {
             "goals_ms": goals, "arrivals": arrivals, "recorded": as_data(advice.now), "best": as_data(advice.best),
             "reason": reason(advice), "tried": [as_data(point) for point in advice.points], "notes": cannot,
             "recorded_setting_played": checked,
-        }  # fmt: skip
+        }
         print(json_text(data, indent=2))
         return
     print(f"Goal: {goal_words(goals)}. Best: {words_of(advice.best.changes)}.")

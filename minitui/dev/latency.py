@@ -51,7 +51,7 @@ class Application:
         environment = {
             **os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor",
             "MINITUI_DATA": home, "MINITUI_CONFIG": os.path.join(home, "settings.toml"),
-        }  # fmt: skip
+        }
         command = ["-m", "minitui", "chat", *arguments]
         self.terminal = pexpect.spawn(sys.executable, command, dimensions=(rows, columns), env=environment)
         self.written = 0
@@ -158,7 +158,7 @@ def measure(chats: int, tokens: int, seconds: float, columns: int, rows: int, ar
         return Measured(
             len(took), at(0.5), at(0.95), at(0.99), round(took[-1] * 1e3, 1),
             round((app.cpu_seconds() - cpu) / span, 3), round((app.written - written) / span), round(answering, 1),
-        )  # fmt: skip
+        )
     finally:
         app.close()
 

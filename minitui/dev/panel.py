@@ -104,7 +104,7 @@ PANELS: dict[str, type[LinePanel]] = {
     **lesson_panels.PANELS,
     **{name: panel.widget for name, panel in panels.PANELS.items()},
     "compare": SideBySide, "first-token": FirstTokens, "origin": PromptOrigin, "why": Why,
-}  # fmt: skip
+}
 
 
 def main(name: str) -> None:

@@ -28,7 +28,7 @@ END = b"0\r\n\r\n"
 ANSWER = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
     + b"%x\r\n%s\r\n" % (len(PIECE), PIECE) * CHUNKS + END
-)  # fmt: skip
+)
 SERVER = """
 import asyncio, sys
 async def serve(reader, writer):
@@ -121,7 +121,7 @@ def main(
             "added": median(b - a for a, b in pairs),
         }
         for name, pairs in found.items()
-    }  # fmt: skip
+    }
     if json:
         print(jsonlib.dumps(rows))
         return

@@ -45,7 +45,7 @@ OPENINGS = (
 TOPICS = (
     "paged attention", "the radix tree", "continuous batching", "prefill", "a block table", "speculative decoding",
     "the KV cache", "tensor parallelism", "chunked prefill", "quantisation", "a CUDA graph", "the scheduler", "fib",
-)  # fmt: skip
+)
 FOLLOW_UPS = (
     "And when is a block shared?",
     "Give me an example with numbers.",
@@ -87,7 +87,7 @@ CLASSROOM: Load = Load(chats=8, reply=(60, 400), think=1.2)
 LARGE = Load(
     blocks=44_000, chats=256, rows=288, budget=2048, context=2048, reply=(200, 900), think=0.05, turns=4,
     system_repeat=12, step_ms=0.2, probes=520,
-)  # fmt: skip
+)
 PROBE = -1  # the chat index of a probe, which belongs to no chat
 
 
@@ -212,7 +212,7 @@ class Stress:
         first = [
             request for i, request in enumerate(requests)
             if plan.samples[i] and request.in_flight and len(request.ids) == request.prompt_len
-        ]  # fmt: skip
+        ]
         emitted = self.committer.commit(scheduled, self._draw(scheduled))
         for request in first:
             submitted, admitted = self._submitted[request.id]

@@ -81,7 +81,7 @@ def chats(r: random.Random) -> list[Ask]:
     """Chats with three system prompts; the questions do not depend on time."""
     systems = [_ids(r, 200) for _ in range(3)]
     asks = [Ask(f"chat {i}", 0.0, r.choice(systems) + _ids(r, r.randrange(10, 120)), r.randrange(8, 60))
-            for i in range(40)]  # fmt: skip
+            for i in range(40)]
     return asks + [Ask(ask.chat, None, _ids(r, r.randrange(8, 60)), r.randrange(8, 60)) for ask in asks * 2]
 
 
@@ -109,7 +109,7 @@ def bursts(r: random.Random) -> list[Ask]:
     return [
         Ask(f"burst {i}", i // 20 * 1.4, system + _ids(r, r.randrange(20, 150)), r.randrange(10, 50))
         for i in range(140)
-    ]  # fmt: skip
+    ]
 
 
 WORKLOADS: dict[str, tuple[Callable[[random.Random], list[Ask]], dict[str, Any], tuple[str, ...]]] = {
@@ -170,7 +170,7 @@ class RealRun:
         self.engine = Engine(
             runner, setting.scheduler(), overlap=not self._turns, prefix_caching=setting.cache,
             eviction_policy=setting.eviction, log=log, clock=OwnStepClock(log, self.clock, runner.synchronous),
-        )  # fmt: skip
+        )
         self.path, self._records, self._first = path, log.drain(), self.engine.snapshot()
         self._info = setting.info(EngineInfo(model="none", device=machine.device, overlap=not self._turns))
         self._due = [(ask.at + 1.0, i) for i, ask in enumerate(asks) if ask.at is not None]
@@ -234,7 +234,7 @@ class Machine:
         self.device = device
         self.scale: dict[str, Any] = {} if device == "cpu" else SCALE
         self.base = replace(BASE, **{name: value * getattr(BASE, name) for name, value in self.scale.items()
-                                     if hasattr(BASE, name)})  # fmt: skip
+                                     if hasattr(BASE, name)})
         self._shared: StepRunner | None = None  # on a GPU all runs share it: a step costs the same in all of them
 
     def asks(self, workload: str) -> list[Ask]:
@@ -244,7 +244,7 @@ class Machine:
             Ask(f"{ask.chat}.{n}", ask.at and ask.at * seconds, [id + i for id in ask.ids for i in range(times)],
                 ask.reply * times)
             for n in range(self.scale.get("requests", 1)) for ask in WORKLOADS[workload][0](random.Random(n + 1))
-        ]  # fmt: skip
+        ]
 
     def change(self, change: str) -> str:
         """Returns a change of WORKLOADS as it is on this machine."""
@@ -276,7 +276,7 @@ class Machine:
         return LLM(
             model, device=self.device, load_tokenizer=False, block_size=setting.block_size, num_blocks=setting.blocks,
             max_num_seqs=setting.seqs, max_num_batched_tokens=setting.budget, max_model_len=setting.context, **options,
-        ).engine.runner  # fmt: skip
+        ).engine.runner
 
 
 def measures(figures: RunFigures) -> dict[str, float]:
@@ -336,7 +336,7 @@ def pair(machine: Machine, workload: str, change: str, folder: Path) -> dict[str
         real.append(measures(then))
         found |= {"requests": then.requests, "steps": then.steps, "preemptions": then.preemptions,
                   "extrapolated": answer.device.extrapolated / answer.steps,
-                  "step_ms": real[-1]["step"], "first_ms": real[-1]["first"], "fit": question.costs.error}  # fmt: skip
+                  "step_ms": real[-1]["step"], "first_ms": real[-1]["first"], "fit": question.costs.error}
         if timeless:
             same = all(getattr(figures, name) == getattr(then, name) for name in ("steps", "cached", "preemptions"))
             found["exact"] = same and found["exact"] is not False

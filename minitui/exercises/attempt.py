@@ -72,7 +72,7 @@ class Attempt:
             "exercise": self.exercise.name, "passed": self.passed, "broken": self.broken or None, "step": self.step,
             "score": self.score, "figure": self.exercise.figure, "yours": self.figure, "reference": self.reference,
             "printed": self.printed,
-        }  # fmt: skip
+        }
 
 
 class Attempts:
@@ -128,14 +128,14 @@ class Attempts:
         return Attempt(
             self.exercise, broken, step if type(step) is int else None, figure, float(found["reference"]["figure"]),
             tuple(runs), str(found["printed"]),
-        )  # fmt: skip
+        )
 
     def _record(self, path: Path, name: str, run: dict[str, Any], mark: tuple[str, int | None]) -> None:
         setting = self.exercise.work().setting
         info = EngineInfo(
             model=f"{self.exercise.name}, {name}", device="simulated", random_text=True,
             max_model_len=setting.context,
-        )  # fmt: skip
+        )
         snapshot = check.snapshot(run["snapshot"])
         recorder = Recorder(path)
         recorder.begin(setting.info(info), snapshot)

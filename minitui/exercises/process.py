@@ -57,14 +57,14 @@ def answer_of(exercise: Exercise, source: str, cpu: float, seconds: float) -> di
         "reference": _run(exercise, reference), "yours": yours and _run(exercise, yours),
         "broken": str(broken) if broken is not None else "", "step": broken.step if broken is not None else None,
         "printed": student.printed.text if student is not None else "",
-    }  # fmt: skip
+    }
 
 
 def _run(exercise: Exercise, trial: Trial) -> dict[str, Any]:
     return {
         "figure": exercise.of(trial), "snapshot": trial.snapshot,
         "records": [record[1:] for record in trial.records],
-    }  # fmt: skip
+    }
 
 
 @contextlib.contextmanager

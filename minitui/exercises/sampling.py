@@ -180,18 +180,18 @@ class Drawing:
         repeats = [(text[at], text[at + TABLES]) for text in texts.values() for at in text if at + TABLES in text]
         if len(repeats) >= FEWEST and all(a == b for a, b in repeats):
             raise Broken(f"a request draws the same token whenever it has the same logits, {len(repeats):,} times of "
-                         f"{len(repeats):,}: the position has no effect")  # fmt: skip
+                         f"{len(repeats):,}: the position has no effect")
         sums = [(a, b, token, texts[b][at - (b - a)]) for a, b in combinations(texts, 2) if (b - a) % TABLES == 0
-                for at, token in texts[a].items() if at - (b - a) in texts[b]]  # fmt: skip
+                for at, token in texts[a].items() if at - (b - a) in texts[b]]
         if len(sums) >= FEWEST and all(one == other for *_, one, other in sums):
             a, b = sums[0][:2]
             raise Broken(f"seed {a} at any position, and seed {b} at a position that is smaller by {b - a}, drew the "
-                         f"same token, {len(sums):,} times of {len(sums):,}: only their sum has an effect")  # fmt: skip
+                         f"same token, {len(sums):,} times of {len(sums):,}: only their sum has an effect")
         tried = [one for one in warm if one.moved is not None]
         changed = sum(1 for one in tried if one.moved != one.token)
         if tried and changed > CHANGED * len(tried):
             raise Broken(f"with {ADDED:g} added to every logit, {changed} of {len(tried)} draws changed, but softmax "
-                         "stays the same: the probabilities are not normalised")  # fmt: skip
+                         "stays the same: the probabilities are not normalised")
         for heat in (heat for heat in TEMPERATURES if heat):
             draws = self.at(heat)
             sigmas, what, seen, expected = self.off(draws, heat)
@@ -199,9 +199,9 @@ class Drawing:
                 continue
             if heat != 1.0 and self.off(draws, 1.0)[0] <= SIGMAS:
                 raise Broken(f"at temperature {heat:g} the tokens are drawn as at temperature 1: the temperature has "
-                             "no effect")  # fmt: skip
+                             "no effect")
             raise Broken(f"at temperature {heat:g}, {what} was drawn {seen} times in {len(draws):,} draws; "
-                         f"softmax expects {expected:.0f}: the draws are biased")  # fmt: skip
+                         f"softmax expects {expected:.0f}: the draws are biased")
 
 
 class SampleTrial(Trial):

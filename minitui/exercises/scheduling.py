@@ -93,7 +93,7 @@ def evict(trial: Trial, student: Student) -> None:
                 node.last_used, tuple(node.blocks),
             )
             for node in tree.nodes.values() if node.parent is not None
-        ]  # fmt: skip
+        ]
         chosen = student(list(nodes))
         if chosen not in nodes:
             raise student.broken(f"`evict` returned {shown(chosen)}, which is none of the nodes")
@@ -120,7 +120,7 @@ def evict_end(trial: Trial, reference: Trial) -> None:
     raise Broken(
         f"texts were evicted that were needed soon{where}; {ours:,} prompt tokens were computed, with the reference "
         f"{theirs:,}; more than {MORE_COMPUTED:g} times as many are too many", missed.match[1] if missed else None,
-    )  # fmt: skip
+    )
 
 
 def chunk(trial: Trial, student: Student) -> None:

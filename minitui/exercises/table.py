@@ -95,7 +95,7 @@ EXERCISES = {
             at_end=sampling.sample_end,
         ),
     )
-}  # fmt: skip
+}
 
 
 def find_exercise(name: str) -> Exercise:

@@ -40,7 +40,7 @@ def _work(asked: Iterable[tuple[float, list[int], int]], setting: Setting) -> Wo
     requests = [
         Asked(i + 1, "", len(prompt), len(prompt) + reply, at, reply=reply, known=array("i", prompt))
         for i, (at, prompt, reply) in enumerate(sorted(asked, key=lambda one: one[0]))
-    ]  # fmt: skip
+    ]
     return Work(Recorded(requests, [], setting.block_size, False, Steps(), [], UNKNOWN), setting)
 
 

@@ -55,7 +55,7 @@ def check_file(path: Path) -> None:
 async def write_handout(
     path: Path, lessons: Sequence[Lesson], source: Source, system: str, sampling: Sampling, restart: Restart,
     tell: Callable[[str], None] = lambda text: None, load: Any = load_codec,
-) -> None:  # fmt: skip
+) -> None:
     """Runs all experiments and writes the file. The engine of `source`, which is not started yet, must have the options
     of the first lesson; `restart` replaces it. `tell` gets the name of each lesson when it begins."""
     check_file(path)

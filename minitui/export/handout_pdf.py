@@ -43,7 +43,7 @@ PARTS = {  # character -> the filled part of its cell: left, top, width, height,
     "─": (0, 0.46, 1, 0.08), "═": (0, 0.4, 1, 0.2), "│": (0.46, 0, 0.08, 1),
     "▘": (0, 0, 0.5, 0.5),
     **{eighth: (0, 1 - (i + 1) / 8, 1, (i + 1) / 8) for i, eighth in enumerate("▁▂▃▄▅▆▇")},
-}  # fmt: skip
+}
 CIRCLE = [(0.5 + 0.4 * cos(i * pi / 8), 0.5 + 0.24 * sin(i * pi / 8)) for i in range(17)]  # a cell is higher than wide
 DIAMOND = [(0.5, 0.25), (0.95, 0.5), (0.5, 0.75), (0.05, 0.5)]
 LINES: dict[str, list[list[tuple[float, float]]]] = {  # character -> its lines, each through points of the cell
@@ -52,19 +52,19 @@ LINES: dict[str, list[list[tuple[float, float]]]] = {  # character -> its lines,
     "→": [[(0.05, 0.5), (0.95, 0.5)], [(0.6, 0.35), (0.95, 0.5), (0.6, 0.65)]],
     "✓": [[(0.1, 0.55), (0.4, 0.75), (0.9, 0.25)]], "○": [CIRCLE], "◌": [CIRCLE[i : i + 2] for i in range(0, 16, 2)],
     "◇": [[*DIAMOND, DIAMOND[0]]],
-}  # fmt: skip
+}
 POLYGONS: dict[str, list[list[tuple[float, float]]]] = {  # character -> its filled polygons
     "●": [CIRCLE], "◆": [DIAMOND],
     "▲": [[(0.5, 0.25), (0.95, 0.75), (0.05, 0.75)]], "▸": [[(0.2, 0.3), (0.8, 0.5), (0.2, 0.7)]],
     "▾": [[(0.1, 0.4), (0.9, 0.4), (0.5, 0.65)]], "◂": [[(0.8, 0.3), (0.2, 0.5), (0.8, 0.7)]],
     "▚": [[(0, 0), (0.5, 0), (0.5, 0.5), (0, 0.5)], [(0.5, 0.5), (1, 0.5), (1, 1), (0.5, 1)]],
     "▞": [[(0.5, 0), (1, 0), (1, 0.5), (0.5, 0.5)], [(0, 0.5), (0.5, 0.5), (0.5, 1), (0, 1)]],
-}  # fmt: skip
+}
 DRAWN = {*SHADES, *PARTS, *LINES, *POLYGONS}
 OTHER_FONTS = (  # of systems without fontconfig
     "/System/Library/Fonts/Supplemental/Arial Unicode.ttf", "/System/Library/Fonts/Apple Symbols.ttf",
     "C:/Windows/Fonts/msyh.ttc", "C:/Windows/Fonts/seguisym.ttf",
-)  # fmt: skip
+)
 
 
 def to_pdf(parts: Sequence[Part]) -> bytes:

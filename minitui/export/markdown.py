@@ -146,7 +146,7 @@ def _requests(view: View, lanes: dict[int, Lane]) -> list[str]:
         "", "## Requests", "",
         "| request | chat | prompt | from the cache | first token | reply | end |",
         "|---|---|---:|---:|---:|---:|---|",
-    ]  # fmt: skip
+    ]
     rows = []
     for lane in sorted(lanes.values(), key=lambda lane: lane.id):
         first = duration(sum(lane.ttft)) if lane.ttft else "–"
@@ -160,7 +160,7 @@ def _requests(view: View, lanes: dict[int, Lane]) -> list[str]:
             f"{lane.prompt_tokens:,}", f"{lane.cached_tokens:,}",
             first,
             f"{tokens:,}", _cell(end),
-        )  # fmt: skip
+        )
         rows.append(f"| {' | '.join(cells)} |")
     return head + rows
 

@@ -33,7 +33,7 @@ NAMES = {
     "wait": "wait for the device", "gc": "garbage collection", "delayed": "another program on the core",
     "stop": "stopped by a signal", "queued": "waiting", "decode": "decoding",
     LAUNCH_OR_WAIT: "launch or wait for the device: the engine does not report which",
-}  # fmt: skip
+}
 Event = dict[str, Any]
 
 
@@ -138,7 +138,7 @@ class _Converter(Reader):
         yield {
             "ph": "C", "pid": HOST, "name": "requests",
             "args": {"running": running, "waiting": len(self.state.queue)},
-        }  # fmt: skip
+        }
 
     # ---- sections
 
@@ -153,7 +153,7 @@ class _Converter(Reader):
                 args = self._args(span)
                 if span.kind == "stop":
                     yield {"ph": "i", "s": "t", "pid": HOST, "tid": tid, "name": NAMES["stop"],
-                           "ts": self._us(span.begin), "args": args}  # fmt: skip
+                           "ts": self._us(span.begin), "args": args}
                 else:
                     yield from self._slice(HOST, tid, NAMES.get(span.kind, span.kind), span.begin, span.end, args)
         for span in line.device(first, last):
@@ -173,7 +173,7 @@ class _Converter(Reader):
         if lane.id not in self.begun:
             yield {"ph": "M", "pid": REQUESTS, "tid": lane.id, "name": "thread_name", "args": {"name": name}}
             yield {"ph": "M", "pid": REQUESTS, "tid": lane.id, "name": "thread_sort_index",
-                   "args": {"sort_index": lane.id}}  # fmt: skip
+                   "args": {"sort_index": lane.id}}
             self.begun[lane.id] = line.at(self.section_t if lane.submitted is None else lane.submitted_t)
         for span in line.request(lane, line.first, line.last):
             args: dict[str, Any] = {"step": span.step}

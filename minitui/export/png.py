@@ -17,7 +17,7 @@ BROWSERS = (
     "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge",
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
-)  # fmt: skip
+)
 PATIENCE_S = 120  # seconds to wait for the browser
 NO_BROWSER = (
     "PNG export needs Chromium, Google Chrome or Microsoft Edge, and none is on the PATH: install one, or use "
@@ -53,7 +53,7 @@ def write_png(svg: str, path: Path, browser: str | None = None, scale: float = 1
             browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}",
             "--default-background-color=00000000", f"--force-device-scale-factor={scale:g}",
             f"--window-size={width},{height}", f"--screenshot={drawn}", page.as_uri(),
-        ]  # fmt: skip
+        ]
         try:
             done = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, text=True, errors="replace")
         except (OSError, subprocess.TimeoutExpired) as error:

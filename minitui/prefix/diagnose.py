@@ -39,7 +39,7 @@ CAUSES = {  # cause -> (whose fault it is, what to change)
 DATE = re.compile(
     r"\d{4}-\d\d-\d\d|\d{1,2}:\d\d(?::\d\d)?|\b(?:mon|tues|wednes|thurs|fri|satur|sun)day\b|\b(?:jan|feb|mar|apr|may|jun|"
     r"jul|aug|sep|oct|nov|dec)[a-z]*\.? \d|\d{1,2}[./]\d{1,2}[./]\d{2,4}|\b1[5-9]\d{8}(?:\d{3})?\b", re.I
-)  # fmt: skip
+)
 VALUE = re.compile(r"[0-9a-f]{4,}|\d+|[A-Za-z0-9_+/=-]{12,}", re.I)
 AROUND = 24  # characters around a difference in which a date is looked for
 SHOWN = 60  # characters of a diff
@@ -202,7 +202,7 @@ def _continues(parts: Sequence[Part], earlier: Sequence[Part], i: int) -> bool:
 def _alike_at_end(a: str, b: str) -> int:
     """Returns the number of equal characters at the end of two texts."""
     return next((n for n, (x, y) in enumerate(zip(reversed(a), reversed(b), strict=False)) if x != y),
-                min(len(a), len(b)))  # fmt: skip
+                min(len(a), len(b)))
 
 
 def _key(part: Part) -> tuple[str, str, tuple[str, ...]]:
@@ -244,7 +244,7 @@ def _token_ms(turns: Sequence[Turn]) -> float | None:
     known = [
         (t.prompt - t.cached, t.first_ms) for t in turns
         if t.prompt is not None and t.cached is not None and t.first_ms is not None
-    ]  # fmt: skip
+    ]
     if len(known) < 4 or len({n for n, _ in known}) < 3:
         return None
     tokens, ms = np.array(known, float).T

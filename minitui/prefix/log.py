@@ -109,7 +109,7 @@ class LogFile:
         self._line(Turn(
             number, at, parts, str(data.get("model", ""))[:200], named, answer.replica[:80], *answer.usage(),
             answer.first_ms,
-        ).to_json())  # fmt: skip
+        ).to_json())
 
     def _line(self, text: str) -> None:
         self._file.write(text + "\n")

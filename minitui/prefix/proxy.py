@@ -32,7 +32,7 @@ PROMPTS = (b"/chat/completions", b"/completions", b"/responses", b"/messages")  
 # Headers about one connection. Compressed answers could not be read.
 HOP = frozenset((
     b"connection", b"keep-alive", b"proxy-connection", b"te", b"upgrade", b"proxy-authenticate", b"proxy-authorization",
-))  # fmt: skip
+))
 OWN = HOP | {b"host", b"accept-encoding"}  # of a request
 REPLICA = (b"x-data-parallel-rank", b"x-served-by", b"x-replica")  # headers in which an answer names its replica
 

@@ -56,7 +56,7 @@ def summarise(findings: Sequence[Finding]) -> Summary:
     return Summary(
         len(findings), tokens, could / tokens if tokens else 0.0, cached / told_tokens if told_tokens else None,
         min(1.0, cached / told_could) if told_could else None, causes, any(one.estimated for one in findings),
-    )  # fmt: skip
+    )
 
 
 def _could(one: Finding) -> int:
@@ -117,7 +117,7 @@ def markdown(findings: Sequence[Finding], source: str) -> str:
         f"{count(summary.requests, 'request')}, {count(summary.tokens, 'prompt token')}: {summary.could:.0%} could "
         f"have been cached, {cached} was.", "",
         "| cause | fault of | requests | tokens | seconds | what to change |", "|---|---|---:|---:|---:|---|",
-    ]  # fmt: skip
+    ]
     for costly in summary.causes:
         fault, repair = CAUSES[costly.cause]
         seconds = "unknown" if costly.seconds is None else f"{costly.seconds:.2f}"
@@ -125,7 +125,7 @@ def markdown(findings: Sequence[Finding], source: str) -> str:
     for one in findings:
         if one.before or one.after:
             out += ["", f"Request {one.number}, {one.cause}, {one.where}:", "", "```diff",
-                    f"- {visible_line(one.before)}", f"+ {visible_line(one.after)}", "```"]  # fmt: skip
+                    f"- {visible_line(one.before)}", f"+ {visible_line(one.after)}", "```"]
     return "\n".join(out) + "\n"
 
 

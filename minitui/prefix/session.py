@@ -90,7 +90,7 @@ class Turn:
                 Part(str(p["kind"]), str(p.get("text", "")), tuple(map(str, p.get("hashes", ()))),
                      int(p.get("length", 0)))
                 for p in data["parts"]
-            ]  # fmt: skip
+            ]
             adapter, salt, replica = (str(data.get(name, "")) for name in ("adapter", "salt", "replica"))
             numbers = (data.get(name) for name in ("prompt", "cached", "first_ms"))
             turn = Turn(int(data["number"]), float(data["at"]), parts, adapter, salt, replica, *numbers)
@@ -161,7 +161,7 @@ def _message(message: Any) -> list[Part]:
     rest = {
         name: value for name, value in message.items()
         if name not in ("role", "content", "reasoning_content", "reasoning", "cache_control") and value
-    }  # fmt: skip
+    }
     if rest and (set(rest) != {"type"} or "content" not in message):
         parts.append(Part(kind, _text(rest)))
     return parts

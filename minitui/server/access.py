@@ -33,7 +33,7 @@ ROLES = {
     "/v1/messages": Role.CHAT, "/v1/messages/count_tokens": Role.CHAT, "/generate": Role.CHAT, "/tokenize": Role.CHAT,
     "/detokenize": Role.CHAT, "/minitui/submit": Role.CHAT, "/minitui/cancel": Role.CHAT,
     "/minitui/control": Role.CONTROL,
-}  # fmt: skip
+}
 ANSWERS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate")
 # Read as JSON: `curl -d` sends the second type for every body, and scripts of web pages often the third.
 FORMS = ("", "application/x-www-form-urlencoded", "text/plain")
@@ -123,7 +123,7 @@ class Guard:
                 raise ApiError(
                     403, f"the Host header says {found[0]!r}; without API keys, only localhost is accepted: "
                     f"start the server with --allowed-host {found[0]}, or with --api-key",
-                )  # fmt: skip
+                )
         origins = headers.getlist("origin")
         if len(origins) > 1:
             raise ApiError(400, "the request has several Origin headers", code="bad_http")
@@ -149,7 +149,7 @@ class Guard:
                 401, "this server needs an API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'; in a "
                 "browser, give the key as the password, with any user name",
                 code="invalid_api_key", headers={"WWW-Authenticate": ASK if is_page else "Bearer"},
-            )  # fmt: skip
+            )
         allowed, wanted = role.name.lower(), needed.name.lower()
         given = "a key in a browser" if typed else "this key"
         raise ApiError(403, f"{given} has the role {allowed}; {scope['path']} requires {wanted}")

@@ -113,7 +113,7 @@ class Answer:
     async def submit(
         self, prompts: list[list[int]], params: SamplingParams, group: str = "", field: str = "prompt",
         names: Mapping[str, str] | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Queue `params.n` sequences for each prompt; returns when the engine has accepted all of them.
 
         `field`: the prompt's field in the request; `names`: the engine's field name -> the request's field name;
@@ -332,4 +332,4 @@ def usage_of(prompts: Sequence[Sequence[int]], outputs: Sequence[Output]) -> dic
     return Usage(
         prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written,
         prompt_tokens_details=PromptDetails(cached_tokens=cached),
-    ).model_dump()  # fmt: skip
+    ).model_dump()

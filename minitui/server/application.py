@@ -26,7 +26,7 @@ def create_api(service: Service) -> FastAPI:
     api = FastAPI(
         title="minitui", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
         description="An LLM inference engine with telemetry, OpenAI's and Anthropic's endpoints, POST /generate.",
-    )  # fmt: skip
+    )
     errors.install(api)
     for part in (completions, chat, responses, messages, tokenize, health, telemetry):
         api.include_router(part.router(service))
@@ -56,7 +56,7 @@ def create_app(service: Service) -> ASGIApp:
         guarded, allow_origins=list(origins), allow_methods=["GET", "HEAD", "POST", "DELETE"],
         allow_headers=["*"],  # those that the page asks for: the official clients send many, and more with each version
         expose_headers=["Retry-After", "X-Request-Id", "X-Minitui-Warning"],
-    )  # fmt: skip
+    )
 
 
 PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\

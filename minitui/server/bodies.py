@@ -115,7 +115,7 @@ class Inflater:
             raise ApiError(
                 415, f"the body's encoding {coding[:64]!r} is not supported: use gzip, deflate or none",
                 code="unsupported_encoding",
-            )  # fmt: skip
+            )
         self.coding = coding if coding in WINDOW else ""
         self._stream = zlib.decompressobj(WINDOW[coding]) if self.coding else None
 

@@ -50,7 +50,7 @@ class Host:
     def __init__(
         self, config: EngineConfig, settings: ServerSettings, log_file: Path | None = None,
         service: Service | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Listen on the address. Raises EngineError if this fails. `service`: None: a new engine."""
         self.settings = settings
         self.service = service or Service(config, settings, log_file)
@@ -78,7 +78,7 @@ class Host:
                 http=cast(Any, functools.partial(Connection, self.service)), h11_max_incomplete_event_size=MAX_HEAD,
                 server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=LAST_ANSWERS_S, backlog=BACKLOG,
             )
-        )  # fmt: skip
+        )
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))
         loading = asyncio.create_task(self.service.start())
         stopping = asyncio.create_task(self._stop.wait())
@@ -131,7 +131,7 @@ def _detect_dead_peers(listening: socket.socket) -> None:
     default is about 15 minutes. Accepted connections inherit these options."""
     options = {"SO_KEEPALIVE": (socket.SOL_SOCKET, 1), "TCP_KEEPIDLE": (socket.IPPROTO_TCP, DEAD_PEER_S // 2),
                "TCP_KEEPINTVL": (socket.IPPROTO_TCP, DEAD_PEER_S // 4), "TCP_KEEPCNT": (socket.IPPROTO_TCP, 2),
-               "TCP_USER_TIMEOUT": (socket.IPPROTO_TCP, DEAD_PEER_S * 1000)}  # fmt: skip
+               "TCP_USER_TIMEOUT": (socket.IPPROTO_TCP, DEAD_PEER_S * 1000)}
     for name, (level, value) in options.items():
         if hasattr(socket, name):  # not every system has all of them
             listening.setsockopt(level, getattr(socket, name), value)
@@ -153,7 +153,7 @@ def gather_keys(api: list[str], chat: list[str], watch: list[str]) -> dict[str, 
 def run_serve(
     config: EngineConfig, settings: ServerSettings, log_file: Path | None, phases: Phases | None = None,
     out: Any = sys.stderr,
-) -> int:  # fmt: skip
+) -> int:
     """Run `minitui serve`; returns the exit code. `phases`: those so far; they are printed when the server is ready.
     Raises EngineError if it cannot serve."""
     import logging

@@ -24,7 +24,7 @@ logger = logging.getLogger("minitui.server")
 ANTHROPIC = "/v1/messages"
 ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
                    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
-                   504: "timeout_error"}  # fmt: skip
+                   504: "timeout_error"}
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -47,7 +47,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None,
         headers: dict[str, str] | None = None, details: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`details`: what clients of Anthropic's API read besides the message."""
         super().__init__(message)
         message = message.encode("utf-8", "replace").decode()  # the message may quote lone surrogates of the request
@@ -82,7 +82,7 @@ class ContextExceeded(ApiError):
             400,
             f"{field} has {more}{tokens:,} tokens; the context for prompt and reply is {most:,}: shorten the prompt",
             field, "context_length_exceeded",
-        )  # fmt: skip
+        )
         self._tokens, self._longest = tokens, most - 1
 
     @property
@@ -102,7 +102,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(
             503, "the engine does not respond or is being restarted: try again in a few seconds", code="engine_dead",
             headers={"Retry-After": "5"},
-        )  # fmt: skip
+        )
     if isinstance(error, EngineError):
         return ApiError(500, str(error))
     logger.error("an unexpected error", exc_info=error)

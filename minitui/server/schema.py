@@ -123,7 +123,7 @@ class Sampled(with_parameters(Body, BODY)):  # type: ignore[misc]
     def params(
         self, max_tokens: int | None, defaults: dict[str, Any],
         constraints: Sequence[Constraint] = (), **more: Any,
-    ) -> SamplingParams:  # fmt: skip
+    ) -> SamplingParams:
         """Returns the engine's parameters. `defaults`: the checkpoint's generation_config.
 
         `constraints`: further constraints of the reply. `more`: fields of SamplingParams that take precedence over the

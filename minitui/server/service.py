@@ -299,7 +299,7 @@ class Service:
             raise ApiError(
                 429, f"{self.open:,} sequences are running or waiting; the limit is {self.capacity:,}: try again later",
                 code="queue_full", headers={"Retry-After": str(self.retry_after())},
-            )  # fmt: skip
+            )
         self.open += sequences
         started = time.monotonic()
         try:
@@ -344,7 +344,7 @@ class Service:
             raise ApiError(
                 429, f"other grammars of this API key have been compiled for {COMPILE_WAIT_S:g} s, one at a time: "
                 "try again later", code="compiling", headers={"Retry-After": str(math.ceil(COMPILE_WAIT_S))},
-            ) from None  # fmt: skip
+            ) from None
         try:
             yield
         finally:

@@ -46,7 +46,7 @@ class EventStream(Response):
     def __init__(
         self, frames: AsyncIterator[bytes], on_end: Callable[[], None], stalled_s: float,
         on_error: Callable[[ApiError], bytes] = failure,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.frames = frames
         self.on_end, self.on_error = on_end, on_error
         self.stalled_s = stalled_s

@@ -86,7 +86,7 @@ def open_client(url: str, key: str = "", client: str = "") -> httpx.AsyncClient:
     return BoundedClient(
         base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=not is_loopback(host),
         verify=_tls_context(url.startswith("https:")),
-    )  # fmt: skip
+    )
 
 
 async def close_client(client: httpx.AsyncClient) -> None:

@@ -91,7 +91,7 @@ class CompletionStream(Stream):
     def __init__(
         self, source: Source, http: httpx.AsyncClient, url: str, path: str, body: dict[str, Any],
         headers: dict[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self._http, self._url = http, url
         self._began = time.perf_counter()
@@ -128,7 +128,7 @@ class CompletionStream(Stream):
         except (TypeError, AttributeError, ValueError) as error:  # unexpected JSON
             self.put(EngineError(
                 f"{self._url} does not answer like an OpenAI-compatible server ({error}): is the address right?"
-            ))  # fmt: skip
+            ))
         except asyncio.CancelledError:
             if not self._ended_here:
                 self.put(EngineDead(f"the connection to {self._url} was closed"))
@@ -303,7 +303,7 @@ class OpenAISource(Source):
             "model": self.info.model, "messages": self.codec.messages(ids), "stream": True,
             "stream_options": {"include_usage": True},
             **self.sent(params, ("temperature", "top_p", "max_tokens"), self.kind),
-        }  # fmt: skip
+        }
         self._answers += 1
         return OpenAIStream(self, body, self._answers)
 

@@ -163,7 +163,7 @@ _TIMES = ("queue_ms", "prefill_ms", "ttft_ms", "decode_tok_s")
 METRICS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_COUNTS, _within(0, MOST)), **dict.fromkeys(_TIMES, _number),
     "seed": _within(-(1 << 63), (1 << 64) - 1, optional=True),
-}  # fmt: skip
+}
 
 
 def probe(url: str, key: str = "") -> ServerInfo | None:

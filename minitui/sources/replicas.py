@@ -141,7 +141,7 @@ class ReplicaSource(Source):
     def __init__(
         self, servers: Sequence[str | Engine], key: str = "", model: str = "", exact: bool = True,
         cache: Path | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`servers`: addresses, or engines of vLLM. `model`: the chats' model; empty: that of the first usable replica.
 
         `key`: the API key of all servers. Raises InvalidRequest if one of `servers` is not an address, or if there are

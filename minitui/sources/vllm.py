@@ -183,7 +183,7 @@ class VllmStream(CompletionStream, Reader):
             "prompt_tokens": self._tokens, "output_tokens": self._output, "cached_tokens": None, "ttft_ms": first,
             "decode_tok_s": (self._output - 1) / seconds if self._output > 1 and seconds > 0 else 0.0,
             **self._metrics,
-        }  # fmt: skip
+        }
 
 
 class VllmSource(RemoteSource):
@@ -230,7 +230,7 @@ class VllmSource(RemoteSource):
         values["max_tokens"] = min(params.max_tokens or room, room)
         body = {
             "model": self._served, "prompt": list(ids), "stream": True, "return_token_ids": True, **values,
-        }  # fmt: skip
+        }
         stream = VllmStream(self, body, group or uuid.uuid4().hex[:8], len(ids))
         self._answers.append(stream)
         return stream

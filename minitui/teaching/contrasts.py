@@ -18,7 +18,7 @@ from minitui.teaching.stage import Stage
 QUESTIONS = (
     "What is the KV cache?", "What is paged attention?", "What is a radix cache?", "What is continuous batching?",
     "What is prefill?", "What is a block table?",
-)  # fmt: skip
+)
 LENGTHS = (12, 110, 12, 12, 96, 12, 16, 20)  # tokens of the replies: in each four, one is long
 EQUAL = 24  # tokens of each reply, where all have the same length
 WRITERS = 3
@@ -188,13 +188,13 @@ CONTRASTS = {
         four_long_replies,
         Setting("24 blocks", {"kv_blocks": 24}), Setting("64 blocks", {"kv_blocks": 64}), 120,
     ),
-}  # fmt: skip
+}
 
 ROWS = Contrast(  # of a lesson
     f"eight replies of {EQUAL} tokens at once, with two rows and with eight", eight_equal_replies,
     Setting("2 rows", {"max_num_seqs": 2}), Setting("8 rows", {"max_num_seqs": 8}),
     EQUAL, {"kv_blocks": 64, "no_prefix_caching": True},
-)  # fmt: skip
+)
 
 
 def find_contrast(name: str) -> Contrast:

@@ -17,7 +17,7 @@ __all__ = ["DEMOS", "Demo", "print_demo"]
 async def print_demo(
     demo: Demo, source: Source, system: str, sampling: Sampling, load: Any = load_codec, beat: float = 0.0,
     restart: Restart | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Plays a demo and prints its texts; returns the exit code.
 
     `load` loads the codec of a model. `beat` scales all pauses; 0 skips them. `restart` starts another engine.

@@ -192,7 +192,7 @@ class Driver:
             event for event in self.view.history.events.since(0)
             if event.record.kind == "gate" and event.record.state == "closed"
             and not str(event.record.reason).startswith((RUNNING, "paused", "stepping"))
-        ]  # fmt: skip
+        ]
 
     async def slow(self, seconds: float) -> None:
         """Sets slow motion so that a typical recent step would take about `seconds`; full speed if `beat` is 0."""

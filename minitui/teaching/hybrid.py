@@ -19,10 +19,10 @@ MODEL = {
     "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "layer_types": LAYERS,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
-}  # fmt: skip
+}
 OPTIONS: dict[str, Any] = {
     "dummy_weights": True, "hf_overrides": MODEL, "kv_blocks": 192, "max_num_batched_tokens": 1024,
-}  # fmt: skip
+}
 INTERVAL = 512  # tokens between two checkpoints of a long prompt
 LONG, SHORT = 25, 19  # notes in the system prompt
 SAME, FOUND, PROMPT = 420, 416, 555  # with SHORT: tokens that two prompts share, those in full blocks, tokens of each

@@ -108,7 +108,7 @@ OPTIONS: dict[str, tuple[type | tuple[type, ...], tuple[str, ...]]] = {
     "title": (str, tuple(KINDS)), "minutes": ((int, float), tuple(KINDS)), "notes": (str, tuple(KINDS)),
     "page": (int, ("lesson",)), "step": (int, ("recording",)),
     "screen": (str, ("recording", "question", "chat")), "paused": (bool, ("question", "chat")),
-}  # fmt: skip
+}
 WORDS: dict[Any, str] = {str: "a text", int: "a whole number", bool: "true or false", (int, float): "a number"}
 
 
@@ -172,7 +172,7 @@ class _Reading:
         return Scene(
             kind, what, found["title"], float(found["minutes"]), found.get("notes", ""), at, found.get("screen", ""),
             found.get("paused", False), _options(kind, what),
-        )  # fmt: skip
+        )
 
     def _check(self, number: int, name: str, check: Callable[[Any], Any], value: Any) -> Any:
         try:

@@ -264,7 +264,7 @@ async def fork(stage: Stage) -> None:
     rows = [
         f"   r{r.id}  {' '.join(str(b) for b in r.table[max(0, same - 4) : same])} | "
         f"{' '.join(str(b) for b in r.table[same:])}" for r in requests
-    ]  # fmt: skip
+    ]
     stage.say(
         f"These are the four block tables. Their first {same} blocks, {same * size} tokens, are the same physical "
         "blocks. Each line begins with the last four of them. A block after the sign | belongs to one request only. "

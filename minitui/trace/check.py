@@ -35,7 +35,7 @@ from engine.trace.kind import (
     rows,
     sequence,
     text,
-)  # fmt: skip
+)
 from engine.trace.runs import blocks_of, number_of
 from engine.trace.side_pool import GROUP, SideGroup, SidePool
 from engine.trace.state import State
@@ -50,7 +50,7 @@ SNAPSHOT: dict[str, Bound] = {
     "seq": sequence, "t": duration, "step": position, "num_blocks": positive, "block_size": positive,
     "budget": positive, "max_num_seqs": positive,
     "eviction_policy": later(one_of(*RECORDED_POLICIES)), "gate": gate_state, "pace": factor, "queue": counts,
-}  # fmt: skip
+}
 WORDS = rows(count, Bound(lambda word: type(word) is str and all(map("\u0100".__gt__, word))))
 
 UNKNOWN = {"model": "a model", "device": "a device", "dtype": "unknown precision"}

@@ -186,7 +186,7 @@ class TraceReader:
         self.info = replace(  # the engine's at the time of the recording
             info, num_blocks=info.num_blocks or last.snapshot["num_blocks"] - 1,
             block_size=info.block_size or last.snapshot["block_size"],
-        )  # fmt: skip
+        )
 
     @property
     def step_before(self) -> int:

@@ -142,7 +142,7 @@ _TABLE = {
         Action("quit", "Quit", key="q", slash="quit",
             help="Quit; unfinished answers are kept with their text so far."),
     ),
-}  # fmt: skip
+}
 
 ACTIONS = tuple(replace(action, group=group) for group, actions in _TABLE.items() for action in actions)
 NEED_CONTROL = {"gate", "resume", "step", "step10", "until", "slower", "faster", "slow", "clear", "reset"}
@@ -152,7 +152,7 @@ BY_SLASH = {action.slash: action for action in ACTIONS if action.slash}
 KEY_NAMES = {
     "question_mark": "?", "colon": ":", "comma": ",", "full_stop": ".", "less_than_sign": "<", "greater_than_sign": ">",
     "left_square_bracket": "[", "right_square_bracket": "]", "slash": "/",
-}  # fmt: skip
+}
 
 _keys = [key for action in ACTIONS for key in action.key.split(",") if key]
 if taken := next((key for key in _keys if _keys.count(key) > 1), ""):

@@ -61,7 +61,7 @@ class MinituiApp(AppBase):
                 tooltip="Return to the shell; fg continues"),
         Binding("ctrl+c", "interrupt", "Copy or quit", id="interrupt", show=False, priority=True,
                 tooltip="Copy the selected text; if none is selected, press twice to quit"),
-    ]  # fmt: skip
+    ]
 
     def __init__(
         self,

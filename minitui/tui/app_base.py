@@ -75,10 +75,10 @@ class AppBase(Notices):
     NOT_OFFERED: ClassVar[dict[str, str]] = {
         "Replicas": "this is for several servers, and only one engine runs here: minitui chat --connect URL "
                     "--connect URL uses several",
-    }  # fmt: skip
+    }
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (
         ("chat", "1 Chat"), ("inspect", "2 Inspect"), ("lecture", "3 Lecture"),
-    )  # fmt: skip
+    )
 
     scene_name: str = ""  # of a class; empty in other applications
     THINK_S: ClassVar[float] = THINK_SECONDS  # time for the prediction of a demo
@@ -86,7 +86,7 @@ class AppBase(Notices):
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(a, f"guess({i})", f"Guess {a}", id=f"guess.{a}", show=False, priority=True, system=True,
                   tooltip="Works while a prediction is asked for") for i, a in enumerate(LETTERS)),
-    ]  # fmt: skip
+    ]
 
     def __init__(
         self,
@@ -399,7 +399,7 @@ class AppBase(Notices):
     def choose(
         self, title: str, choices: list[tuple[str, str]], then: Callable[[str], object],
         searched: list[str] | None = None, first: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Offer (choice, explanation) pairs, and call `then` with the choice; not after Escape. `searched` and `first`:
         see ChoiceDialog."""
         dialog = ChoiceDialog(title, choices, searched, first)

@@ -87,7 +87,7 @@ class Audience:
         if row is not None:
             chunks = [[f"r{request}", n] for request, _, n, _ in row.chunks[:8]]
             step = {"step": row.step, "decodes": row.decodes, "chunks": chunks, "tokens": row.tokens,
-                    "budget": view.moment.shown.state.budget}  # fmt: skip
+                    "budget": view.moment.shown.state.budget}
         at = row.step if row is not None else view.moment.horizon
         said = self._app.story or getattr(self._app._asks(), "told_answer", "")
         said = said or (narrate(view, at) if at >= 0 else "")
@@ -95,7 +95,7 @@ class Audience:
         ask = None
         if self.open is not None:
             ask = {"number": self.open.number, "question": self.open.poll.question[:LONGEST],
-                   "choices": [choice[:LONGEST] for choice in self.open.poll.choices]}  # fmt: skip
+                   "choices": [choice[:LONGEST] for choice in self.open.poll.choices]}
         shown = {"say": said[:LONGEST], "bar": step, "ask": ask, "paused": self._app.gated}
         return {"all": shown | self._app.scene_for_phones(), "lecturer": self._app.scene_for_lecturer()}
 

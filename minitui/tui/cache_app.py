@@ -26,7 +26,7 @@ class CacheScreen(BaseScreen[None]):
     """Arranges the panels."""
 
     BINDINGS: ClassVar = [Binding("z", "maximise", "maximise", show=False, id="cache.maximise",
-                                  tooltip="the texts, or all panels")]  # fmt: skip
+                                  tooltip="the texts, or all panels")]
     DEFAULT_CSS = """
     CacheScreen {
         layout: vertical; background: $ground;
@@ -76,7 +76,7 @@ class CacheApp(MinituiApp):
     NOT_OFFERED: ClassVar[dict[str, str]] = {
         **MinituiApp.NOT_OFFERED, **need_records(MISSING), **dict.fromkeys(("Chats", "chat", "slash"), ONLY_WATCHES),
         "inspect": "",
-    }  # fmt: skip
+    }
     TABS = (("cached", "2 Inspect"),)
 
     def __init__(self, source: KvSource, *args: Any, **options: Any) -> None:

@@ -183,7 +183,7 @@ class ChatCommands:
             raise EngineError(
                 f"no known question contains {word!r}" if word and self.app.known_questions
                 else "this model has no list of known questions: ask anything"
-            )  # fmt: skip
+            )
         self.app.choose("Known questions", [(q, "") for q in fits], self.app.ask_question)
 
     def do_set(self, text: str) -> None:

@@ -46,12 +46,12 @@ class ClassApp(LessonApp, DemoApp):
                 tooltip="Show the answer of an open question, end an experiment, else open the next scene"),
         Binding("f9", "choose_scene", "Scenes", id="class.scenes", show=False, priority=True,
                 tooltip="All scenes with their notes; a number opens one"),
-    ]  # fmt: skip
+    ]
 
     def __init__(
         self, *args: Any, sheet: RunSheet, file: ClassFile | None = None, beat: float = 1.0,
         clock: Callable[[], float] = time.monotonic, **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         lesson = next((scene.lesson for scene in sheet.scenes if scene.kind == "lesson"), LESSONS[0])
         super().__init__(*args, lesson=lesson, **options)
         self.sheet, self.file, self.beat, self.clock = sheet, file, beat, clock
@@ -218,7 +218,7 @@ class ClassApp(LessonApp, DemoApp):
             "of": self.sheet.minutes, "elapsed_s": int(now - self.began), "scene_s": int(now - self.scene_began),
             "scenes": [one.title for one in self.sheet.scenes], "asks": self.poll is not None,
             "runs": isinstance(self.screen, LessonScreen) and self.screen.reading.running, "plays": self.playing,
-        }  # fmt: skip
+        }
 
     # ---- what is kept
 
@@ -232,7 +232,7 @@ class ClassApp(LessonApp, DemoApp):
             self.file.scenes.append({
                 "number": self.number + 1, "title": scene.title, "began_s": round(self.scene_began - self.began),
                 "recording": str(recording.resolve()) if recording is not None else "", "step": step, "answers": [],
-            })  # fmt: skip
+            })
             self._keep()
 
     def _note_answers(self) -> None:
@@ -244,7 +244,7 @@ class ClassApp(LessonApp, DemoApp):
         self.file.scenes[-1]["answers"] = [
             {"question": ballot.poll.question, "choices": list(ballot.poll.choices), "counts": ballot.counts,
              "phones": ballot.phones} for ballot in ballots
-        ]  # fmt: skip
+        ]
         self._keep()
 
     def _keep(self) -> None:

@@ -80,7 +80,7 @@ async def compare_in_app(contrast: Contrast, app: CompareApp, restart: Restart, 
     stage = Stage(
         app.source, app.feed, app.chats, app.system, say, app.select_session, restart=restart, beat=0.0,
         held=lambda: app.feed.frozen,
-    )  # fmt: skip
+    )
     app.asking = stage
     try:
         outcome = await run_contrast(contrast, stage)
@@ -138,7 +138,7 @@ class RecordingsApp(CompareApp):
     MODES: ClassVar[dict[str, Any]] = {"compare": CompareScreen, "inspect": InspectScreen, "lecture": LectureScreen}
     NOT_OFFERED: ClassVar[dict[str, str]] = {
         **CompareApp.NOT_OFFERED, **NEED_CHATS, "Engine": ONLY_READ, "back": "", "forward": "", "now": "",
-    }  # fmt: skip
+    }
     TABS = tuple(tab for tab in CompareApp.TABS if tab[0] != "chat")
 
     def __init__(self, source: TwoRecordings, *args: Any, **options: Any) -> None:

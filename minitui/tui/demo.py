@@ -35,7 +35,7 @@ async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat
     stage = Stage(
         app.source, app.feed, app.chats, app.system, say, app.select_session, app.switch_mode, restart,
         beat=beat, bar=glyphs().active, held=lambda: app.feed.frozen, keys=True, think=app.THINK_S,
-    )  # fmt: skip
+    )
     app.asking = stage
     app.set_focus(None)
     try:

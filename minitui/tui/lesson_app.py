@@ -30,7 +30,7 @@ class LessonApp(MinituiApp):
 
     def __init__(
         self, *args: Any, lesson: Lesson, restart: Restart, progress: LessonProgress | None = None, **options: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(*args, script=lambda app: self._begin(), **options)
         self.lesson = lesson
         self.lesson_progress = progress or LessonProgress()
@@ -43,7 +43,7 @@ class LessonApp(MinituiApp):
         self.stage = Stage(
             self.source, self.feed, self.chats, self.system, lambda text: None, self.select_session, lambda mode: None,
             self.restart, bar=glyphs().active, held=lambda: self.feed.frozen, home=self.lesson.options,
-        )  # fmt: skip
+        )
         # The screen begins the lesson at its next paint. `_open` is not called here: it would return to the first page.
 
     async def _open(self, lesson: Lesson, at: int | None) -> None:

@@ -101,7 +101,7 @@ class Panel:
             (self.alone and not self.part_of and not (self.key and self.does),
              "`key` and `does`: a panel that is never beside others is reached by a key"),
             (bool(self.key) and not self.alone, 'the column "alone": only its panels are shown by a key'),
-        ]  # fmt: skip
+        ]
         for missing, what in lacks:
             if missing:
                 name = self.name or self.widget.__name__
@@ -174,7 +174,7 @@ PANELS = table((
     Panel(name="trends", widget=TrendCharts, column="alone", every=10, turn=2, key="6",
         does="Show first tokens, gaps, hit rate, pool and queue over the last minutes or hours. Again: all panels.",
         help="first tokens, token gaps, hit rate, pool and queue over the last minutes and hours"),
-))  # fmt: skip
+))
 ALONE = frozenset(name for name, panel in PANELS.items() if panel.alone)
 BY_KEY = tuple(name for name, panel in PANELS.items() if panel.key)
 IN_ORDER = tuple(name for name, panel in PANELS.items() if panel.can_focus)

@@ -104,7 +104,7 @@ class ReplayApp(MinituiApp):
     DEFAULT_MODE = "inspect"
     NOT_OFFERED: ClassVar[dict[str, str]] = {
         **MinituiApp.NOT_OFFERED, **NEED_CHATS, "clear": NO_ENGINE, "restart": NO_ENGINE,
-    }  # fmt: skip
+    }
     TABS = tuple(tab for tab in MinituiApp.TABS if tab[0] != "chat")
     HELP_FIRST: ClassVar[tuple[tuple[str, str], ...]] = (("A recording", REPLAY_HELP),)
 

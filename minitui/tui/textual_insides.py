@@ -80,7 +80,7 @@ def keep_no_lines() -> None:
     setattr(Segment, "_split_cells", classmethod(_split_cells))  # noqa: B010  (mypy allows no assignment here)
     Strip.divide, Strip.crop_extend, Strip.adjust_cell_length = (  # type: ignore[method-assign]
         _divide_acyclic, _crop_extend_acyclic, _adjust_acyclic,
-    )  # fmt: skip
+    )
 
 
 def draw_sooner() -> None:
@@ -300,7 +300,7 @@ class Notices(App[int]):
     def notify(
         self, message: str, *, title: str = "", severity: SeverityLevel = "information", timeout: float | None = None,
         markup: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Show a notice, always without markup. It replaces one with the same text and, if it is no error, others
         that are no errors."""
         kinds = {severity} - {"error"}

@@ -151,7 +151,7 @@ class Requests:
             None if lane.preempted_before else lane.taken_again(view.moment.horizon),
             None if lane.admitted_before or shown.waste is None else lane.after_evictions(ended), _paused(view, lane),
             _waits(view, lane) if request is not None and prefill is None else None,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def _running(view: View, lane: Lane, request: RequestView | None, gaps: GapStats | None) -> Gap | None:

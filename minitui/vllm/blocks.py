@@ -126,7 +126,7 @@ class Blocks:
             new = [
                 page for side, pages in zip(self.sides.all, others, strict=True)
                 for page in pages[computed // side.size :] if page
-            ]  # fmt: skip
+            ]
             self.reuse([*table[whole:], *new], f"r{request} needs {len(table[whole:]) + len(new)}")
             self.alloc(request, table[whole:])
             self.sides.take_table(request, tokens, computed, others)

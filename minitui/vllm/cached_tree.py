@@ -126,7 +126,7 @@ class CachedTree(Blocks):
         super().__init__({
             "num_blocks": num_blocks, "block_size": block_size, "max_num_batched_tokens": 0, "max_num_seqs": 0,
             "prefix_caching": True,
-        })  # fmt: skip
+        })
 
     def _forget(self) -> None:
         super()._forget()

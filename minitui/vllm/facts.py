@@ -97,7 +97,7 @@ def describe_groups(managers: list[Any], max_model_len: int) -> list[dict[str, A
         groups.append({
             "name": f"{name} #{same + 1}" if same else name, "kind": "state" if kind == "state" else "window",
             "window": window, "chunk": chunk, "size": manager.block_size,
-        })  # fmt: skip
+        })
     return groups
 
 
@@ -112,7 +112,7 @@ def describe_hits(scheduler: Scheduler, managers: list[Any]) -> dict[str, Any]:
     return {
         "hash_unit": unit, "hit_alignment": alignment,
         "predictable_hits": not (partial or drops or scheduler.connector is not None),
-    }  # fmt: skip
+    }
 
 
 def describe(scheduler: Scheduler, managers: list[Any]) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def describe(scheduler: Scheduler, managers: list[Any]) -> dict[str, Any]:
     } | ({} if len(managers) == 1 else {
         "groups": describe_groups(managers[1:], scheduler.max_model_len), **describe_hits(scheduler, managers),
         "notes": [f"vLLM has one block pool for all {len(managers)} KV cache groups: a free block is free for each"],
-    })  # fmt: skip
+    })
 
 
 def _device(count: int) -> str:

@@ -123,7 +123,7 @@ class Hooks:
     def _cached_other(
         self, request: Request, blocks: Any, start: int, end: int, block_size: int, kv_cache_group_id: int, *_: Any,
         **__: Any,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Note cached blocks of a group beside full attention; returns whether they are."""
         place = self._place.get(kv_cache_group_id)
         if place is None:

@@ -20,7 +20,7 @@ MAX_BLOCK = 4096  # tokens
 MAX_TOKEN = 1 << 31
 MOST_GROUPS = 64  # KV cache groups
 STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
-          "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")  # fmt: skip
+          "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
 REMOVED = ("block_hashes", "medium", "group_idx")
 FIELDS: dict[str, tuple[str, ...]] = {"BlockStored": STORED, "BlockRemoved": REMOVED, "AllBlocksCleared": ()}
 Hash = int | bytes

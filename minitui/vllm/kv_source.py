@@ -50,7 +50,7 @@ POOL = (  # blocks, and tokens of a block: vLLM, SGLang, SGLang before 0.5.11
         r'^vllm:cache_config_info\{.*?\bblock_size="(\d{1,4})"', r"^sglang:page_size(?:\{.*\})? (\d{1,4})(?:\.0)?$",
         r'^sglang:cache_config_info\{.*?\bpage_size="(\d{1,4})"',
     ),
-)  # fmt: skip
+)
 OTHER_RANKS = "events of other data parallel ranks"
 
 

@@ -48,7 +48,7 @@ class Pipe:
                 [sys.executable, "-m", "minitui.vllm.watcher", str(reader), str(asks)],
                 pass_fds=(reader, asks), stdin=subprocess.DEVNULL, start_new_session=True,
                 env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
-            )  # fmt: skip
+            )
         except OSError:
             self._close_ends()
             raise

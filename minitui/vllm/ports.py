@@ -20,7 +20,7 @@ SHORT = {
     "-dp": "--data-parallel-size", "-dpl": "--data-parallel-size-local", "-dpn": "--data-parallel-rank",
     "-dpr": "--data-parallel-start-rank", "-dpe": "--data-parallel-external-lb", "-n": "--nnodes",
     "-dpm": "--data-parallel-multi-port-external-lb",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

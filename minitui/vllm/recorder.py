@@ -129,7 +129,7 @@ class Recorder:
         grown = [
             (ids[i], *self._split(grows[i])) for i in compress(range(len(grows)), grows)  # blocks are None in most rows
             if ids[i] not in resumed
-        ]  # fmt: skip
+        ]
         drafts = {id: len(ids) for id, ids in output.scheduled_spec_decode_tokens.items()}
         several = [(row[0], tokens[row[0]]) for row in new]
         rest = output.total_num_scheduled_tokens - len(tokens) - sum(drafts.values())
@@ -149,7 +149,7 @@ class Recorder:
         self._send(
             ended, "schedule", began, ended, step, events, new, grown, left_out, several, drafts,
             output.total_num_scheduled_tokens, running, waiting, check,
-        )  # fmt: skip
+        )
         if step % ASKED_EVERY == ASKED_EVERY - 1:
             self.pipe.send(("cost", self.step + 1, self.seconds))
             if self.pipe.asked():
@@ -234,7 +234,7 @@ class Recorder:
                 *self._facts(request), request.num_computed_tokens, list(request._all_token_ids),
                 request.is_prefill_chunk, blocks, hits, request.num_preemptions, self.hooks.tables(id),
                 [self._cached_in(manager, id) for manager in self._others],
-            ))  # fmt: skip
+            ))
         running = [request.request_id for request in scheduler.running]
         self._in_flight = deque(((output, number, -1) for output, number, _ in self._in_flight), maxlen=64)
         self.pipe.send(("whole", now(), self.step, requests, waiting, running))

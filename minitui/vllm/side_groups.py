@@ -60,7 +60,7 @@ class SideGroups:
             Side(i, SideGroup(facts["name"], facts["kind"], state.num_blocks, facts["window"], True, facts["size"]),
                  facts["size"], facts["chunk"])
             for i, facts in enumerate(groups)
-        ]  # fmt: skip
+        ]
         state.groups = [new_pool(side.group, state) for side in self.all]
 
     # ---- the blocks of the tree

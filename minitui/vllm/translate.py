@@ -45,7 +45,7 @@ CHAT = re.compile(r"-minitui\.([0-9a-f]{8})\.")
 REASONS = {
     "FINISHED_STOPPED": "stop", "FINISHED_LENGTH_CAPPED": "length", "FINISHED_IGNORED": "length",
     "FINISHED_ABORTED": "abort", "FINISHED_REPETITION": "stop", "FINISHED_ERROR": "error: vLLM reports no more",
-}  # fmt: skip
+}
 
 
 @dataclass(slots=True)
@@ -285,7 +285,7 @@ class Translator(Requests):
         self, began: float, ended: float, step: int, events: list[Any], admissions: list[Any], grown: list[Any],
         left_out: list[str], several: list[Any], drafts: dict[str, int], planned: int, running: int, waiting: int,
         check: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._at(ended)
         self._begin_taking(events, admissions, grown)
         self._in_step = step
@@ -358,7 +358,7 @@ class Translator(Requests):
     def _update(
         self, began: float, ended: float, step: int, events: list[Any], accepted: list[Any] | None,
         tokens: bytes | list[list[int]], ids: list[str] | None, check: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._at(began)
         planned = self._planned.pop(step, None)
         if ids is None:
@@ -373,7 +373,7 @@ class Translator(Requests):
             running = [
                 (self._known[id].id, drafted, n) for id, drafted, n in accepted
                 if id in self._known and self._known[id].row >= 0
-            ]  # fmt: skip
+            ]
             if running:
                 self.blocks.write("accept", step, running)
         for request in answered:

@@ -161,7 +161,7 @@ FORGIVEN_S = 3600.0  # … at shorter intervals than this
 VARIABLES = {
     "--api-key (or MINITUI_API_KEY)": "MINITUI_API_KEY", "--port": "MINITUI_TELEMETRY_PORT",
     "--host": "MINITUI_TELEMETRY_HOST", "--record": "MINITUI_RECORD",
-}  # fmt: skip
+}
 NICE = 5  # vLLM's processes come first
 
 
@@ -173,7 +173,7 @@ def settings_from(environment: dict[str, str], rank: int, port: int) -> ServerSe
         keys=gather_keys([], [], []), record=path_of(record, rank) if record else None,
         allowed_hosts=tuple(environment.get("MINITUI_ALLOWED_HOST", "").split()),
         hide_text=environment.get("MINITUI_HIDE_TEXT", "") not in ("", "0"),
-    )  # fmt: skip
+    )
 
 
 def path_of(name: str, rank: int) -> Path:
@@ -233,7 +233,7 @@ class Watcher:
             service.application(), lifespan="off", ws="none", log_config=None, access_log=False, server_header=False,
             http=cast(Any, functools.partial(Connection, cast(Service, service))), timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=MAX_HEAD,
-        ))  # fmt: skip
+        ))
         logger.warning("minitui shows this engine at %s", address(settings.host, settings.port))
         return [(server, asyncio.create_task(_serve(server, listening)))]
 
@@ -300,7 +300,7 @@ class Watcher:
                 "comparisons": translator.checked, "steps": state.step + 1, "differences": len(translator.faults),
                 "first": translator.faults[:20], "records": state.seq, "counts": translator.blocks.counts,
                 "totals": translator.totals, "cost_us": translator.cost_us,
-            }  # fmt: skip
+            }
             new = Path(f"{path}.new")
             new.write_text(json.dumps(report, indent=1))
             new.replace(path)

@@ -136,7 +136,7 @@ class Application(WebProcess):
         self.on_state: Callable[[], object] = lambda: None  # called after each change of it
         self._handlers = {
             b"D": self.mirror.drawn, b"K": self.mirror.keyframe, b"C": self.mirror.copied, b"S": self._published,
-        }  # fmt: skip
+        }
 
     async def handle(self, kind: bytes, data: bytes) -> None:
         if kind in self._handlers:

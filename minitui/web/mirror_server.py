@@ -81,7 +81,7 @@ class MirrorSite(Site):
     def __init__(
         self, application: Application, host: str, viewers: str, presenter: str, names: Sequence[str] = (),
         link: str = "class",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`viewers`, `presenter`: the tokens of viewers and presenter. `names`: see Site. `link`: the phones have the
         address /LINK-VIEWERS."""
         super().__init__(host, {viewers: False, presenter: True}, names)
@@ -95,7 +95,7 @@ class MirrorSite(Site):
                 web.post("/lecturer/act", self._act), web.get("/{link}", self._phone),
                 web.get("/{link}/events", self._phone), web.post("/{link}/vote", self._phone),
             ]
-        )  # fmt: skip
+        )
         self._sizes: dict[web.WebSocketResponse, tuple[int, int]] = {}  # of the presenter's windows
 
     def head(self, may_type: bool) -> str:
@@ -234,6 +234,6 @@ def run_mirror(settings: WebSettings, listening: socket.socket, command: list[st
             f"your notes are at {presenter_address}/lecturer?token={presenter}\n"
             f"you type at {presenter_address}/?token={presenter}",
             file=sys.stderr, flush=True,
-        )  # fmt: skip
+        )
 
     return asyncio.run(serve_mirror(settings, listening, command, ready))

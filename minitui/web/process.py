@@ -44,12 +44,12 @@ class WebProcess:
             **os.environ, "TEXTUAL_DRIVER": self.driver, "TEXTUAL_COLOR_SYSTEM": "truecolor",
             "TEXTUAL_FPS": str(self.fps), "COLUMNS": str(columns), "ROWS": str(rows), "TERM_PROGRAM": "textual",
             VARIABLE: str(lifeline()),
-        }  # fmt: skip
+        }
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
             *self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True,
             pass_fds=[lifeline()],
-        )  # fmt: skip
+        )
         self._reading = asyncio.create_task(self._read_stderr())
         assert self._process.stdout is not None
         while (line := await self._process.stdout.readline()) != READY:

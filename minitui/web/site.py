@@ -101,7 +101,7 @@ class Site:
                 web.get("/", self._page), web.get("/ws/{token}", self._socket),
                 web.static("/static", asset_folder("static")),
             ]
-        )  # fmt: skip
+        )
 
     def head(self, may_type: bool) -> str:
         """Returns what the page's head contains for this user, such as the script that chooses the font."""
@@ -169,7 +169,7 @@ class Site:
         quiet.addHandler(logging.NullHandler())
         runner = web.AppRunner(
             self.app, access_log=None, logger=quiet, keepalive_timeout=HEAD_S, shutdown_timeout=1.0
-        )  # fmt: skip
+        )
         await runner.setup()
 
         def connect() -> asyncio.BaseProtocol:

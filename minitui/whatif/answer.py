@@ -70,7 +70,7 @@ class Question:
             notes.append(f"Recorded from {info.engine}, played by the scheduler of minitui: counts can differ.")
         if setting.block_size % self.setting.block_size:
             notes.append("The last tokens of a text, which fill no block, are not recorded: with smaller blocks, or "
-                         "blocks of no multiple of the size, more can be cached than is said here.")  # fmt: skip
+                         "blocks of no multiple of the size, more can be cached than is said here.")
         if not self.reader.complete:
             notes.append(f"{self.reader.path} is not complete: it was cut off.")
         return notes
@@ -133,7 +133,7 @@ def _point(changes: dict[str, str], goals: dict[str, float]) -> Point:
     good = sum(
         1 for one in player.played.values()
         if one.tokens and not one.asked.before and keeps(goals, first=one.first_ms, gap=one.gap_ms)
-    )  # fmt: skip
+    )
     return Point(changes, player.figures, player.notes, good, len(player.refused), player.device.extrapolated)
 
 
@@ -235,4 +235,4 @@ def as_data(point: Point) -> dict[str, Any]:
     return {
         "changes": point.changes, "figures": figures, "within_goals": point.good, "goodput_per_second": point.goodput,
         "refused_requests": point.refused, "extrapolated_steps": point.extrapolated, "notes": point.notes,
-    }  # fmt: skip
+    }

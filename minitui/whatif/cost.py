@@ -32,7 +32,7 @@ FEATURES = (*cost_model.FEATURES, "held keys")
 KEYS, HELD = FEATURES.index("keys"), FEATURES.index("held keys")
 BEYOND = 1.1  # multiple of the most work in a recorded step
 NAMES = ("steps", "rows", "rows", "draft tokens", "prompts", "prompt tokens", "keys that decodes read",
-         "pairs of query and key in prompts", "tokens in the blocks that requests hold")  # fmt: skip
+         "pairs of query and key in prompts", "tokens in the blocks that requests hold")
 NEAR = 16  # steps: a deviation is one of so many recorded steps
 FEW = 4  # with fewer recorded steps of the same size, those of other sizes tell the deviation
 ALIKE = 1.25  # without recorded steps of the same size, up to this factor, a step is extrapolated
@@ -176,7 +176,7 @@ def costs_of(steps: Steps, where: str) -> Costs:
     return Costs(
         own.tolist(), of_host.tolist(), overlap, parallel, work.max(axis=0).tolist(), len(at),
         float(np.median(np.abs(multiples - 1))), stalls[stalls > 0].tolist(), recorded,
-    )  # fmt: skip
+    )
 
 
 def _usual(multiples: np.ndarray) -> np.ndarray:
@@ -201,4 +201,4 @@ def beyond(most: Sequence[float], seen: Sequence[float]) -> list[str]:
     return [
         f"{most[i]:,.0f} {name} in a step (at most {seen[i]:,.0f} were recorded)"
         for i, name in enumerate(NAMES) if i not in (0, SEVERAL) and most[i] > BEYOND * seen[i]
-    ]  # fmt: skip
+    ]

@@ -172,7 +172,7 @@ class Player:
             self.device, setting.scheduler(), overlap=costs.overlap, prefix_caching=setting.cache,
             eviction_policy=setting.eviction, eos_ids=frozenset({STOP}), log=self.log,
             clock=PlayedClock(self.log, self.device),
-        )  # fmt: skip
+        )
         self.device.running = lambda: self.engine.scheduler.running
         pool = self.engine.cache.allocator
         self.device.held = lambda: pool.num_active + pool.num_shared
@@ -263,7 +263,7 @@ class Player:
             request = self.engine.add_request(
                 ids[: begin or asked.prompt], params, asked.group, priority=asked.priority,
                 cache_salt=_salt(asked.salt),
-            )  # fmt: skip
+            )
         except InvalidRequest:
             self.refused.append(asked)
             self._answered(asked)
@@ -329,7 +329,7 @@ class Player:
             gap_longest=float(gaps.max()) if len(gaps) else None, longest=None, delayed=None,
             preemptions=sum(one.preemptions for one in every), evicted=None,
             drafted=sum(one.drafted for one in every), accepted=sum(one.accepted for one in every),
-        )  # fmt: skip
+        )
 
     @property
     def notes(self) -> list[str]:

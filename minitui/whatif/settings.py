@@ -47,7 +47,7 @@ class Setting:
             cache=info.prefix_caching is not False,
             chunking=info.chunked_prefill is not False, speculation=int(drafts.get("tokens", 0)), gap=info.max_gap_ms,
             watermark=0.0 if info.engine else WATERMARK,
-        )  # fmt: skip
+        )
 
     def scheduler(self) -> SchedulerConfig:
         """Returns the settings of the scheduler."""
@@ -55,7 +55,7 @@ class Setting:
             max_num_batched_tokens=self.budget, max_num_seqs=self.seqs, max_model_len=self.context,
             chunked_prefill=self.chunking, policy=self.policy, speculative_tokens=self.speculation,
             watermark=self.watermark, max_gap_ms=self.gap or None,
-        )  # fmt: skip
+        )
 
     def info(self, info: EngineInfo) -> EngineInfo:
         """Returns the facts about an engine with these settings."""
@@ -65,13 +65,13 @@ class Setting:
             scheduling_policy=self.policy, eviction_policy=self.eviction,
             speculation={"method": "prompt-lookup", "tokens": self.speculation} if self.speculation else {},
             max_gap_ms=self.gap,
-        )  # fmt: skip
+        )
 
 
 NUMBERS = {  # name -> the option of EngineConfig whose largest value bounds it
     "budget": "max_num_batched_tokens", "seqs": "max_num_seqs", "blocks": "num_blocks", "block_size": "block_size",
     "context": "max_model_len",
-}  # fmt: skip
+}
 WORDS = {"policy": CHOICES["scheduling_policy"], "eviction": CHOICES["eviction_policy"]}
 OR_OFF = {"speculation": MOST_SPECULATIVE_TOKENS, "gap": MOST_GAP_MS}  # numbers that may be "off" -> the largest
 NAMES = (*NUMBERS, *WORDS, "cache", "chunking", *OR_OFF)

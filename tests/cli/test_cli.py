@@ -236,7 +236,7 @@ def test_the_phases_of_a_start_begin_with_the_process_and_add_up(monkeypatch: py
     found = [line.split(maxsplit=2) for line in phases.report()]
     assert [(int(ms.replace(",", "")), name) for ms, _, name in found] == [
         (700, "Python"), (800, "imports"), (2000, "w.safetensors"), (500, "graphs: decode"), (4000, "all")
-    ]  # fmt: skip
+    ]
     assert 0 < process_age_s() < 86400 * 365
 
 
@@ -248,7 +248,7 @@ def test_doctor_says_what_runs_here_and_what_to_install():
         "incomplete_models": {"Qwen/Qwen3-4B": ["model.safetensors"]},
         "modules": {**dict.fromkeys(EXTRAS), "llguidance": "1.0"},
         "terminal": {"columns": 70, "rows": 20, "colours": "256", "utf8": False}, "files": {"Settings": "x"},
-    }  # fmt: skip
+    }
     text = "\n".join(report(found))
     assert "models run on the CPU, in float32; weights of bfloat16 checkpoints are in bf16" in text
     assert "bf16" not in "\n".join(report({**found, "weights": "none"}))
@@ -271,7 +271,7 @@ def test_doctor_says_what_runs_here_and_what_to_install():
     ("textual_serve", "web,serve", "from minitui.web.serve import *; run_web(WebSettings(port=0))"),
     ("fpdf", "handout", "import minitui.export.handout_pdf"),
     ("transformers", "verify", "from minitui.cli.verify import run_verify; run_verify('')"),
-])  # fmt: skip
+])
 def test_a_missing_extra_is_one_sentence_with_the_command_that_installs_it(package, extra, use):
     # In a process of its own: here another test may have imported a module that uses the package.
     hidden = f"import sys; sys.modules[{package!r}] = sys.modules['{package}.server'] = None"
@@ -303,7 +303,7 @@ def test_doctor_as_json(here):
     ("class --web --mirror --class-link paging --record c.trace", "class --class-link=paging --record=c.trace", False,
      4),
     ("replay small-pool --web --speed 2 --allowed-host a.example", "replay --speed=2.0 -- small-pool", False, 32),
-])  # fmt: skip
+])
 def test_an_application_in_a_browser_gets_the_options_as_they_are_typed(
     words, applications, engine, tabs, here, monkeypatch
 ):
@@ -344,7 +344,7 @@ def test_a_key_does_not_become_a_word_of_the_processes_of_a_browser(here, monkey
     ("demo cache --web --plain", "--web opens the application, and --plain does not"),
     ("compare cache --web --save x", "--save needs --mirror"),
     ("compare cache --web --json", "--json does not"),
-])  # fmt: skip
+])
 def test_an_option_that_would_do_nothing_is_refused(words, said):
     result = CliRunner().invoke(app, words.split())
     assert result.exit_code == 2 and said in " ".join(result.output.replace("│", " ").split())
@@ -462,7 +462,7 @@ def test_an_export_that_fails_leaves_no_half_file(here, tmp_path, monkeypatch):
     (["--served-model-name", "one"], ("one",)),
     (["--served-model-name", "one", "two", "--port", "0"], ("one", "two")),
     (["--port", "0", "--served-model-name", "one", "--served-model-name", "two", "one"], ("one", "two")),
-])  # fmt: skip
+])
 def test_a_served_model_has_one_name_or_several(monkeypatch, arguments, names):
     import minitui.server.command
 

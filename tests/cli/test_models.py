@@ -74,7 +74,7 @@ def test_each_model_is_listed_with_its_revision_size_and_whether_it_runs(
     models(json=True)
     assert [(row["name"], row["size"]) for row in json.loads(capsys.readouterr().out)] == [
         ("Org/Begun", None), ("Org/Other", 1), ("Org/Whole", 2_500_000), ("Org/Whole", 1_000_000),
-    ]  # fmt: skip
+    ]
 
 
 def test_a_model_without_a_tokenizer_does_not_run(cache: Path) -> None:
@@ -118,7 +118,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     (12, "yes, in int8: at least 378 ms a token"),
     (8, "yes, in int4: at least 226 ms a token"),
     (4, "no: in int4 it takes 7.3 GB, and 4.0 GB are free"),
-])  # fmt: skip
+])
 def test_the_list_names_the_weights_that_the_engine_chooses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, expected: str
 ) -> None:
@@ -137,7 +137,7 @@ def test_the_list_names_the_weights_that_the_engine_chooses(
     ("8B", 8, "with --quantization int4"), ("8B", 4, "no: its weights take at least 5.6 GB, and 4.0 GB are free"),
     ("30B-A3B", 80, "yes"), ("30B-A3B", 40, "with --quantization fp8"),
     ("30B-A3B", 30, "no: its weights take at least 35.2 GB, and 30.0 GB are free"),
-])  # fmt: skip
+])
 def test_what_fits_on_a_gpu(tmp_path: Path, size: str, free: int, expected: str) -> None:
     assert fit(read_model_config(write_config(size, tmp_path)), Machine(free * GB, 0.0)) == expected
 
@@ -150,7 +150,7 @@ def test_what_fits_on_a_gpu(tmp_path: Path, size: str, free: int, expected: str)
     ("8B", GPTQ | {"desc_act": True}, 20, True, "yes, expanded to bfloat16"),
     ("8B", GPTQ | {"desc_act": True}, 12, True, "yes, rounded to 8 bits"),
     ("8B", GPTQ | {"desc_act": True}, 12, False, "with --quantization int4"),
-])  # fmt: skip
+])
 def test_what_fits_of_a_quantised_checkpoint(
     tmp_path: Path, size: str, fields: dict[str, Any], free: int, newer: bool, expected: str
 ) -> None:

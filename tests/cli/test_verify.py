@@ -142,7 +142,7 @@ FAULTS: dict[str, tuple[str, Plant]] = {  # name -> the family in which it is pl
     "a window one wider": ("gemma2", lambda config, _: config.update(sliding_window=config["sliding_window"] + 1)),
     "residual times 1.001": ("granite", lambda config, _: config.update(
         residual_multiplier=config["residual_multiplier"] * 1.001)),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

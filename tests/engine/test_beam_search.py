@@ -26,7 +26,7 @@ def test_the_sequences_are_those_of_transformers(tmp_path: Path, width: int) -> 
             torch.tensor([ids]), num_beams=width, num_return_sequences=width, max_new_tokens=5, min_new_tokens=5,
             do_sample=False, eos_token_id=None, pad_token_id=0, output_scores=True, return_dict_in_generate=True,
             length_penalty=1.0,
-        )  # fmt: skip
+        )
         assert [each.tokens for each in output.sequences] == expected.sequences.tolist()
         if width > 1:
             scores = [each.cum_logprob / 5 for each in output.sequences]
@@ -41,7 +41,7 @@ def test_an_end_token_ends_a_sequence_and_the_length_penalty_decides() -> None:
         assert best.finish_reason == "stop" and best.tokens[-1] in llm.get_tokenizer().eos_ids
         assert best.tokens[: len(ids)] == ids and "cache" in (best.text or "")
         assert sum(choices[token].logprob for token, choices in zip(best.tokens[len(ids) :], best.logprobs, strict=True)
-                   ) == pytest.approx(best.cum_logprob)  # fmt: skip
+                   ) == pytest.approx(best.cum_logprob)
         for width in (0, 11, True):
             with pytest.raises(InvalidRequest, match="from 1 to 10"):
                 llm.beam_search("a", BeamSearchParams(width, 5))

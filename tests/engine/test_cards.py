@@ -31,7 +31,7 @@ from engine.kernels import (  # noqa: E402
     norms,
     sample,
     split_linear,
-)  # fmt: skip
+)
 from engine.kernels.card import Card  # noqa: E402
 from engine.kernels.decode_attention import DecodeWorkspace, decode_attention  # noqa: E402
 from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention  # noqa: E402
@@ -43,7 +43,7 @@ KIB = 1024
 CARDS = {
     "A100": Card((8, 0), 163 * KIB), "RTX 3090": Card((8, 6), 99 * KIB), "RTX 4090": Card((8, 9), 99 * KIB),
     "H200": Card((9, 0), 227 * KIB), "B200": Card((10, 0), 227 * KIB), "RTX 5090": Card((12, 0), 99 * KIB),
-}  # fmt: skip
+}
 ROPE = torch.empty(100, 128)
 
 
@@ -69,14 +69,14 @@ def attention(kv_dtype: torch.dtype = torch.bfloat16) -> None:
                 decode_attention(
                     half(n, (heads + 2 * kv_heads) * dim), pool, pool, half(n, heads * dim), workspace, ints(256, 9),
                     ints(n), ints(n), 0.1, heads // kv_heads, fused=fused, kv_scales=scales,
-                )  # fmt: skip
+                )
     qkv = half(100, 48, dim)
     for splits, fresh in ((1, True), (4, False)):
         prefill_attention(
             qkv[:, :32], pool, pool, half(100, 32 * dim), PrefillWorkspace(kv_heads, dim, torch.device("cpu")),
             ints(3, 9), ints(3), ints(4), 0.1, max_seq_len=900, dense=(qkv[:, 32:40], qkv[:, 40:]), splits=splits,
             fresh=fresh, kv_scales=scales,
-        )  # fmt: skip
+        )
 
 
 def layers() -> None:
@@ -125,7 +125,7 @@ def sampling() -> None:
         sample.draw(
             half(n, vocabulary), ints(n), ints(n), torch.zeros(256, NUM_SETTINGS), ints(256), ints(256, 2), longs(n),
             longs(256), workspace, noisy=noisy, truncated=truncated,
-        )  # fmt: skip
+        )
     batch_state.prepare(ints(4096), ints(256, 9), longs(256), longs(n), ints(n), ints(n), n, 256, 100)
 
 
@@ -172,7 +172,7 @@ def matrices_of_four_bits() -> None:
 PARTS = [
     attention, layers, mixture, sampling, delta_rules, matrices_of_eight_bits, experts_in_eight_bits,
     matrices_of_four_bits,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("part", PARTS)

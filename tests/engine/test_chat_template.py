@@ -385,7 +385,7 @@ def test_ctrl_c_ends_ask_while_its_template_is_rendered(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job of a shell ignores ctrl+c
-    )  # fmt: skip
+    )
     try:
         until(lambda: process.poll() is not None or computing(process.pid))
         process.send_signal(signal.SIGINT)

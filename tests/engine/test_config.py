@@ -108,7 +108,7 @@ def test_end_ids_must_be_token_ids(value: Any, tmp_path: Path) -> None:
         ("Qwen2ForCausalLM", {"sliding_window": 100, "use_sliding_window": False}, {"windows": ()}),
         ("LlamaForCausalLM", {"sliding_window": 40960}, {"windows": ()}),
     ],
-)  # fmt: skip
+)
 def test_architectures_differ_in_biases_norms_and_windows(
     architecture: str, fields: dict[str, Any], expected: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -278,7 +278,7 @@ WITHOUT_EFFECT = {
     "problem_type", "initializer_range", "use_cache", "pad_token_id", "bos_token_id", "attention_dropout",
     "pretraining_tp", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "residual_dropout",
     "hidden_dropout", "embedding_dropout", "embd_pdrop", "resid_pdrop",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", MODEL_TYPES)
@@ -479,7 +479,7 @@ def test_an_absurd_size_in_a_config_is_refused_before_anything_is_allocated(fiel
     ({"linear_value_head_dim": "8"}, "linear_value_head_dim = '8': it must be a whole number above 0"),
     ({"attn_output_gate": False}, "attn_output_gate = False, which is not supported"),
     ({"attention_bias": True}, "attention_bias = True, which is not supported"),
-])  # fmt: skip
+])
 def test_layers_with_a_recurrent_state_are_refused_by_field(
     fields: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
@@ -488,7 +488,7 @@ def test_layers_with_a_recurrent_state_are_refused_by_field(
         "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "max_position_embeddings": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "attn_output_gate": True,
-    }  # fmt: skip
+    }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert read_model_config(tmp_path).state_layers == (0, 2)
     if "full_attention_interval" in fields:

@@ -37,7 +37,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: list[tuple[
     ([(0, 0), (0, 1), (0, 0), (0, 1)], {0, 1, 2, 3}, 1),  # two threads of each core
     ([(0, 0), (0, 1), (1, 0), (1, 1)], {0, 1, 2, 3}, 3),  # two packages
     ([(0, i) for i in range(8)], {2, 3, 4}, 2),  # a container with three of eight
-])  # fmt: skip
+])
 def test_one_thread_for_each_core_and_one_core_for_the_screen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: list[tuple[int, int]], usable: set[int], threads: int
 ) -> None:

@@ -19,7 +19,7 @@ CHANNELS = 2 * KEY_HEADS * DK + HEADS * DV
 MODEL = ModelConfig(
     "LlamaForCausalLM", 100, 64, 128, 4, 4, 2, 16, 1024,
     delta=DeltaConfig((True, False, True, True), KEY_HEADS, HEADS, DK, DV, TAPS),
-)  # fmt: skip
+)
 Rows = list[tuple[int, int, int, int]]
 
 

@@ -20,7 +20,7 @@ def test_the_kernels_compute_what_the_reference_does() -> None:
     found = subprocess.run(
         [sys.executable, "-m", "tests.support.interpreted_delta"], env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    )
     assert found.returncode == 0, found.stderr[-2000:]
     results = json.loads(found.stdout)
     assert {"everything", "extend 16", "verify 8"} <= results.keys()

@@ -24,7 +24,7 @@ from tests.engine.test_tokenizer import write
 WORDS = [
     "▁", "▁▁", "▁the", "the", "a▁b", "##ing", "##", "ing", ".", "'", "n't", " do not", "a</w>", "</w>", "<pad>", "|",
     "Ġ", "é", "你好", "▁བོད", "🫨", "a", "b", "�", " ", "\n", "<0x4>", "<0xGG>", "</s>", "<think>",
-]  # fmt: skip
+]
 LETTER = {byte: letter for letter, byte in BYTE_OF.items()}
 ALPHABET = sorted(set(BYTE_OF) - {*WORDS})
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

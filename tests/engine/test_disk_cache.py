@@ -70,7 +70,7 @@ DAMAGES: list[Callable[[Path], Any]] = [
     lambda entry: (entry / ENTRY).unlink(),
     lambda entry: (entry / ENTRY).write_text('{"name": [], "files": 3}'),
     lambda entry: (entry / "b").unlink() or (entry / "b").symlink_to(entry / "a"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("small", [0, disk_cache.SMALL], ids=["large files", "small files"])

@@ -52,7 +52,7 @@ def requests_of(seed: int) -> list[tuple[list[int], SamplingParams]]:
             min_p=r.choice([0.0, 0.05]), repetition_penalty=r.choice([1.0, 1.2]),
             presence_penalty=r.choice([0.0, 0.5]), frequency_penalty=r.choice([0.0, 0.3]),
             seed=i, max_tokens=r.choice([1, 5, 14]), min_tokens=r.choice([0, 1]),
-        )  # fmt: skip
+        )
         wanted.append((ids, params))
     return wanted
 

@@ -164,7 +164,7 @@ def test_two_ranks_draw_what_one_does(kind: str, made: Any, monkeypatch: pytest.
         return
     options: dict[str, Any] = {
         "device": "cpu", "dtype": "float64", "block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "cpu_threads": 1,
-    }  # fmt: skip
+    }
     alone, expected = play(plain_runner(config, EngineConfig(model=str(directory), **options), directory))
     runner = make_runner(directory, "float64", tensor_parallel_size=2)
     together, found = play(runner)
@@ -254,13 +254,13 @@ def test_every_trait_that_a_path_may_lack_is_named() -> None:
         "head_dim", "max_position", "rms_norm_eps", "tie_word_embeddings", "qkv_bias", "output_bias", "mlp_bias",
         "qk_norm", "wide_norms", "attention_scale", "dtype", "embedding_scale", "residual_scale", "logit_scale",
         "rope", "experts", "packing",
-    }  # fmt: skip
+    }
     others = {field.name for field in fields(ModelConfig)} - everywhere
     assert others == {
         "full_qk_norm", "layer_norm", "pre_norms", "post_norms", "activation", "gated", "softcap", "sinks",
         "logit_softcap", "layer_ropes", "windows", "layer_heads", "kv_source", "keys_as_values", "value_norm",
         "layer_widths", "per_layer_size", "layer_scalars", "delta", "output_gate",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_every_trait_that_a_path_may_lack_is_named() -> None:
         ("OlmoForCausalLM", "OLMo 3"), ("Llama4ForConditionalGeneration", "Llama 2, 3"), ("GlmForCausalLM", "GLM-4"),
         ("DeepseekV3ForCausalLM", "Qwen3-MoE"), ("InternLM3ForCausalLM", "Llama"), ("Mistral4ForCausalLM", "Mistral"),
     ],
-)  # fmt: skip
+)
 def test_the_nearest_family_of_an_unknown_one_is_named(name: str, nearest: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(f'{{"architectures": ["{name}"]}}')
     match = rf"names {name}, and the nearest family is {re.escape(nearest)}.* \(for example \S+/\S+\): supported are"
@@ -288,7 +288,7 @@ def test_the_nearest_family_of_an_unknown_one_is_named(name: str, nearest: str, 
         ("MistralModel", "such as an embedding model, which generates no text, and the nearest family is Mistral ("),
         ("SiglipModel", "such as an embedding model, which generates no text: supported are"),
     ],
-)  # fmt: skip
+)
 def test_a_model_that_generates_no_text_is_named(name: str, what: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(f'{{"architectures": ["{name}"]}}')
     with pytest.raises(CheckpointError, match=f"names {name}, .*{re.escape(what)}"):

@@ -48,7 +48,7 @@ def gemma_like() -> tokenizers.Tokenizer:
 KINDS = {
     "Gemma 2": gemma_like, "Gemma 3": gemma_like, "Ministral": sentencepiece_like, "Phi-4-mini": tiktoken_like,
     "gpt-oss": tiktoken_like, "GLM-4": tiktoken_like,
-}  # fmt: skip
+}
 
 
 def made(name: str, directory: Path) -> Tokenizer:
@@ -106,7 +106,7 @@ def test_texts_come_back_from_every_kind_of_tokenizer(make: Any, tmp_path: Path)
         ("Gemma 3", ["<eos>", "<end_of_turn>"]), ("gpt-oss", ["<|return|>", "<|startoftext|>"]),
         ("GLM-4", ["<|endoftext|>", "<|user|>", "<|observation|>"]), ("Phi-4-mini", ["<|end|>", "<|endoftext|>"]),
     ],
-)  # fmt: skip
+)
 def test_end_tokens_are_those_of_generation_config(name: str, ends: list[str], tmp_path: Path) -> None:
     """The token that ends a turn is often not the tokenizer's EOS."""
     tokenizer = tokenizers.Tokenizer.from_str(made(name, tmp_path).to_json())
@@ -132,7 +132,7 @@ HARMONY = [
      '<think>\nHm\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
     ("<|channel|>commentary<|message|>I ask.<|end|><|start|>assistant<|channel|>final<|message|>ça va 🫨",
      "I ask.ça va 🫨"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("reply", "shown"), HARMONY)
@@ -175,7 +175,7 @@ def test_other_marks_of_thinking_are_shown_as_the_usual_ones(special: bool, tags
         ("<|channel>thoughts<channel|>thought\n", "<think>thoughts</think>thought\n"), ("<|channel>", "<think>"),
         ("thought\n", "thought\n"), ("<|channel>plan\nHm", "<think>plan\nHm"),
     ],
-)  # fmt: skip
+)
 def test_the_name_of_gemma4s_channel_is_left_out(reply: str, shown: str, tmp_path: Path) -> None:
     tokenizer = byte_level()
     tokenizer.add_special_tokens(["<|channel>", "<channel|>"])
@@ -221,7 +221,7 @@ CALLS = {  # tokens of a family, a reply, its content, its calls
         "", "<tool_call><function=f>Hm<parameter=n>5</parameter></function></tool_call>",
         "<tool_call><function=f>Hm<parameter=n>5</parameter></function></tool_call>", [],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -249,13 +249,13 @@ def test_the_calls_of_every_family_are_found(name: str, tmp_path: Path) -> None:
 ARGUMENTS = {
     "n": 5, "x": 0.5, "yes": True, "none": None, "text": "two\n\n  lines, and 12", "digits": "12", "list": [1, "a"],
     "object": {"a": {"b": "é <c>"}}, "maybe": 7, "nothing": None, "maybe_text": "7",
-}  # fmt: skip
+}
 PARAMETERS: dict[str, Any] = {
     "n": {"type": "integer"}, "x": {"type": "number"}, "yes": {"type": "boolean"}, "none": {"type": "null"},
     "text": {"type": "string"}, "digits": {"type": "string"}, "list": {"type": "array"}, "object": {"type": "object"},
     "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "nothing": {"type": ["string", "null"]},
     "maybe_text": {"oneOf": [{"type": "string"}, {"type": "null"}]},
-}  # fmt: skip
+}
 
 
 def test_calls_of_qwen35_are_parsed_from_what_its_template_writes(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_calls_of_qwen35_are_parsed_from_what_its_template_writes(tmp_path: Path
             {"id": f"c{i}", "type": "function",
              "function": {"name": name, "arguments": json.dumps(given) if as_text else given}}
             for i, (name, given) in enumerate(calls)
-        ]  # fmt: skip
+        ]
         return [
             {"role": "user", "content": "Hi"},
             {"role": "assistant", "content": "I ask.", "reasoning_content": "Hm.", "tool_calls": written},
@@ -286,7 +286,7 @@ def test_calls_of_qwen35_are_parsed_from_what_its_template_writes(tmp_path: Path
     text = ours.render_chat(messages, tools=offered)
     assert text == theirs.apply_chat_template(asked(False), tools=tools, add_generation_prompt=True, tokenize=False)
     assert text.endswith("<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
-                         "<|im_start|>assistant\n<think>\n")  # fmt: skip
+                         "<|im_start|>assistant\n<think>\n")
     later = ours.render_chat([*messages, {"role": "assistant", "content": "So."}, {"role": "user", "content": "More"}])
     assert "Hm." in text and "Hm." not in later
     reply = text.partition("<|im_start|>assistant\n<think>\n")[2].partition("<|im_end|>")[0]

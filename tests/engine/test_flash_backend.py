@@ -50,7 +50,7 @@ def pages(cache: Any, table: Any, lengths: list[int]) -> list[Any]:
 def flash_4(
     q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float,
     causal: bool, window_size: Any, seqused_k: Any, page_table: Any,
-) -> tuple[Any, None]:  # fmt: skip
+) -> tuple[Any, None]:
     """flash_attn.cute.flash_attn_varlen_func."""
     assert causal
     bounds = cu_seqlens_q.tolist()
@@ -64,14 +64,14 @@ def flash_4(
 def flash_2(
     q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
     softmax_scale: float, causal: bool, window_size: Any, block_table: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """flash_attn.flash_attn_varlen_func; windows of (-1, -1) see everything."""
     assert window_size[0] is not None
     return flash_4(
         q, k, v, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal,
         softmax_scale=softmax_scale, window_size=(None if window_size[0] < 0 else window_size[0], 0),
         seqused_k=cu_seqlens_k.diff(), page_table=block_table,
-    )[0]  # fmt: skip
+    )[0]
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from tests.support.packing import FORMATS, quantise
 SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
     "num_hidden_layers": 1,
-}  # fmt: skip
+}
 CPU = torch.device("cpu")
 
 
@@ -47,7 +47,7 @@ def test_the_kernels_compute_the_products_of_the_numbers() -> None:
     found = subprocess.run(
         [sys.executable, "-m", "tests.support.interpreted_four_bits"], env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    )
     assert found.returncode == 0, found.stderr[-2000:]
     for case, errors in json.loads(found.stdout).items():
         for name, error in errors.items():
@@ -96,7 +96,7 @@ def test_a_checkpoint_of_4_bits_is_stored_as_it_is(
         load_weights(
             checkpoint_slots(slots, config, torch.bfloat16), tmp_path / "m", config.tie_word_embeddings,
             packing=config.packing,
-        )  # fmt: skip
+        )
         for slot in slots:
             if slot.name.endswith("_proj.weight"):
                 assert isinstance(slot.view, Int4Tiles)

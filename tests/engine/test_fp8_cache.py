@@ -45,7 +45,7 @@ def test_stored_values_are_rounded_to_the_nearest(checkpoint: Path) -> None:
     for wide, narrow, scale in zip(
         (wide_pool.keys[0], wide_pool.values[0]), (narrow_pool.keys[0], narrow_pool.values[0]), narrow_pool.scales[0],
         strict=True,
-    ):  # fmt: skip
+    ):
         assert wide.any()
         off = (kv_fp8.dequantise(narrow, scale, torch.float64) - wide).abs()
         least = scale[:, None] * 2.0**-10  # where its numbers have faded to half a step between them
@@ -79,7 +79,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"speculation": "prompt-lookup"},
     ],
     ids=["in chunks of 7", "nothing shared", "with preemptions", "larger blocks", "speculating"],
-)  # fmt: skip
+)
 def test_how_a_prompt_is_computed_changes_no_token(qwen: Path, options: dict[str, Any]) -> None:
     """A step reads its own keys rounded, as every later step will: exact in float64."""
     shared = prompt(0, 21)

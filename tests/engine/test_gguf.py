@@ -40,7 +40,7 @@ NAMES = {ours: theirs for theirs, ours in families.NAMES.items()}
 TEXTS = [
     "What is a KV cache?", " two  spaces\n\nand 12345 numbers, it's", "Grüße, 世界! 🙂",
     "<|im_end|>def f(x):\n\treturn x",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True)
@@ -268,7 +268,7 @@ def repeat(parts: list[Path]) -> Path:
         (mix, r"has split\.tensors\.count = \d+, but its 4 parts have \d+ tensors: the parts belong to different"),
         (repeat, r"tutor-00002-of-00004\.gguf has the tensor '.*', like another part"),
     ],
-)  # fmt: skip
+)
 def test_parts_that_do_not_fit_together_are_named(change: Any, message: str, parts: list[Path]) -> None:
     place = change(parts)
     with pytest.raises(CheckpointError, match=message):
@@ -297,7 +297,7 @@ def test_the_tokenizer_and_the_template_are_the_checkpoint_s(tmp_path: Path) -> 
     (4, 1, 8, 4096, 10_000), (8, 2, 4, 16384, 500_000), (16, 1.5, 3.7, 5000, 1e6),
     (8, 1, 1.05, 700, 10_000), (8, 1, 1.5, 700, 10_000),
     (8, 1, 4, 1 << 20, 10_000),
-])  # fmt: skip
+])
 def test_the_bands_of_a_stretched_llama_are_found(
     factor: float, low: float, high: float, original: int, theta: float, tmp_path: Path
 ) -> None:
@@ -347,7 +347,7 @@ def test_a_file_without_the_ending_is_recognised_by_its_contents(tmp_path: Path,
 @pytest.mark.parametrize(("kind", "what"), [
     ("adapter", "holds a LoRA adapter without its model"), ("mmproj", "only the part of a model that reads images"),
     ("imatrix", "statistics for quantising a model"),
-])  # fmt: skip
+])
 def test_a_file_without_a_language_model_is_named(kind: str, what: str, tmp_path: Path) -> None:
     path = written(tmp_path / "x.gguf", change=lambda writer: writer.add_type(kind))
     with pytest.raises(CheckpointError, match=rf"{what}.*: give the GGUF file of the language model"):

@@ -37,7 +37,7 @@ def test_texts_are_split_as_the_file_says(pre: str, text: str, words: list[str],
     metadata = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": [],
         "tokenizer.ggml.tokens": alphabet,
-    }  # fmt: skip
+    }
     made, _ = tokenizer_files(Header(tmp_path, metadata, {}))
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(made))
     assert [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == words
@@ -96,7 +96,7 @@ def test_the_pieces_of_gemma4_are_merged_as_transformers_does(tmp_path: Path) ->
         "tokenizer.ggml.merges": [" ".join(pair) for pair in merges], "tokenizer.ggml.add_space_prefix": False,
         "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1,
         "tokenizer.ggml.unknown_token_id": 3,
-    }  # fmt: skip
+    }
     header = Header(tmp_path, metadata, {})
     made, _ = tokenizer_files(header)
     ours, theirs = tokenizers.Tokenizer.from_str(json.dumps(made)), GemmaTokenizer(vocab=vocab, merges=merges)
@@ -120,7 +120,7 @@ def test_a_damaged_tokenizer_is_named(key: str, value: Any, message: str, tmp_pa
     metadata = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": ["a", "b", "ab"],
         "tokenizer.ggml.merges": ["a b"],
-    }  # fmt: skip
+    }
     assert tokenizer_files(Header(tmp_path, metadata, {}))
     with pytest.raises(CheckpointError, match=message):
         tokenizer_files(Header(tmp_path, metadata | {key: value}, {}))
@@ -129,6 +129,6 @@ def test_a_damaged_tokenizer_is_named(key: str, value: Any, message: str, tmp_pa
 def test_long_pieces_are_refused_before_they_are_cut_everywhere(tmp_path: Path) -> None:
     metadata = {
         "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a" * 2_000], "tokenizer.ggml.scores": [0.0],
-    }  # fmt: skip
+    }
     with pytest.raises(CheckpointError, match="tokens of more than 1,024 characters"):
         tokenizer_files(Header(tmp_path, metadata, {}))

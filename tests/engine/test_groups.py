@@ -24,7 +24,7 @@ def test_full_layers_are_group_0_and_each_window_and_shape_is_a_group() -> None:
     full, small, large = cache_groups(having(windows=(16, 0, 8, 0, 16, 8)))
     assert [(each.name, each.layers) for each in (full, small, large)] == [
         ("full", (1, 3)), ("window 8", (2, 5)), ("window 16", (0, 4)),
-    ]  # fmt: skip
+    ]
     shapes = ((4, 8), (2, 16), (1, 32), (2, 16), (4, 8), (4, 8))
     groups = cache_groups(having(windows=(8, 0, 8, 0, 8, 8), layer_heads=shapes))
     assert [each.name for each in groups] == ["full", "window 8, 1 x 32", "window 8, 4 x 8"]

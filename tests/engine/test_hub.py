@@ -30,7 +30,7 @@ FIRST, SECOND, THIRD = SHARDS
 NOT_READ = (
     "consolidated.safetensors", "pytorch_model.bin", "original/consolidated.00.pth", "model.gguf", "onnx/model.onnx",
     "model.fp16.safetensors", "onnx/config.json", "vocab.json", "README.md",
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_a_snapshot_that_lacks_a_file_of_its_index_is_not_found(cache: Path) -> 
         "", "a/b/c", "../none", "./nothing", "/no/such/dir", "~no-such-user/x", "a/" * 3000, "x" * 5000, "Q" * 97, "*",
         "Org/*", "nul\0", "two words", "https://a.example/Org/Model", "C:\\models\\x", "Org/..", "\udcff/x", "Org/ü",
     ],
-)  # fmt: skip
+)
 def test_what_is_neither_a_directory_nor_a_name_is_refused(name: str, hub: FakeHub) -> None:
     with pytest.raises(CheckpointError, match="not a directory") as caught:
         resolve_model(name)

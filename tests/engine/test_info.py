@@ -14,7 +14,7 @@ from minitui.protocol import ServerInfo
 HERE = EngineInfo(
     model="m", model_dir="/here", log_file="/here/log", device="CPU, 1 thread", num_blocks=7, block_size=16,
     overlap=False, speculation={}, generation={"temperature": 0.0}, notes=["a note"],
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("cls", [EngineInfo, ServerInfo])
@@ -49,7 +49,7 @@ def test_the_public_facts_have_no_path_of_this_machine() -> None:
         ("eos_ids", [-1]), ("notes", [1]), ("generation", {"temperature": {}}), ("load_seconds", float("nan")),
         ("speculation", ["prompt-lookup"]),
     ],
-)  # fmt: skip
+)
 def test_a_fact_that_is_not_valid_is_refused_by_its_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         EngineInfo.from_json({"model": "m", name: value})

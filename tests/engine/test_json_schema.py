@@ -182,7 +182,7 @@ CASES: dict[str, tuple[Any, list[str], list[str]]] = {  # schema, replies, what 
     "a decimal number": (DECIMAL, ['"1.5"', '"-.5"', '"7"'], ['"."', '"-"', '""', '"1.5.2"']),
     "draft 7": ({"items": [{"type": "integer"}], "additionalItems": False}, ["[1]", "[]", "1"], ['["a"]', "[1, 2]"]),
     "draft 4": ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, ["4"], ["3"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -219,7 +219,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"allOf": [{"anyOf": [{"required": [f"{n}{m}"]} for m in range(4)]} for n in range(9)]}, "more than 1,000 ways"),
     ({"enum": 5}, "enum is 5"),
     ({"minLength": "a"}, "minLength is \"a\""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("schema", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
@@ -278,7 +278,7 @@ TYPES: list[Any] = [
     pydantic.AwareDatetime, datetime.timedelta, pydantic.UUID7, pydantic.Base64Bytes, tuple[int, Colour, None],
     Annotated[int, pydantic.Field(multiple_of=3, ge=-9, le=90)], Literal[1, "a", None],
     Annotated[float, pydantic.Field(gt=0, lt=1)],
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: str(kind)[:50])

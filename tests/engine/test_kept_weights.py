@@ -167,7 +167,7 @@ def swap_pages(path: Path) -> None:
 
 @pytest.mark.parametrize("damage,why", [
     (cut, r"weights has [\d,]+ bytes instead of"), (swap_pages, "the contents of weights have changed"),
-])  # fmt: skip
+])
 
 
 def test_a_damaged_entry_is_named_and_written_again(

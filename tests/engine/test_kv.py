@@ -120,7 +120,7 @@ def test_eviction_takes_the_least_recently_used_leaf_first_and_by_its_tail() -> 
     assert cache.tree.evict(2, "test") == 2
     assert sorted((n.keys[0][0], len(n.blocks)) for n in cache.tree.nodes.values() if n.parent) == [
         (10, 3), (20, 1), (30, 3),
-    ]  # fmt: skip
+    ]
     assert cache.tree.evict(2, "test") == 2
     assert sorted((n.keys[0][0], len(n.blocks)) for n in cache.tree.nodes.values() if n.parent) == [(10, 3), (30, 2)]
 

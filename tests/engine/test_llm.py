@@ -110,7 +110,7 @@ def ids_of(llm: LLM, prompts: Any, **more: Any) -> list[list[int]]:
 @pytest.mark.parametrize("form", [
     [5, 6], (5, 6), np.array([5, 6]), torch.tensor([5, 6]), [np.int32(5), np.int64(6)], list(torch.tensor([5, 6])),
     {"prompt_token_ids": [5, 6]}, {"prompt_token_ids": np.array([5, 6])}, {"prompt_token_ids": torch.tensor([5, 6])},
-], ids=repr)  # fmt: skip
+], ids=repr)
 def test_ids_may_have_every_form_alone_and_in_a_list(llm: LLM, form: Any) -> None:
     assert ids_of(llm, form) == [[5, 6]]
     assert ids_of(llm, [form, "Hello", form])[::2] == [[5, 6]] * 2
@@ -129,7 +129,7 @@ def test_a_dict_may_have_a_text_or_a_text_with_its_ids(llm: LLM) -> None:
     (b"text", "type bytes"), ([None], "type NoneType"), ([1.5, 2], "token 0"), ([[5], 6], "type int"),
     ([5, "six"], "token 1"), (np.array([0.5]), "token 0"), ([True], "token 0"),
     ({"prompt": "a", "cache_salt": 5}, "cache_salt"),
-], ids=repr)  # fmt: skip
+], ids=repr)
 def test_other_prompts_are_refused(llm: LLM, prompt: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):  # InvalidRequest is a ValueError
         llm.generate(prompt, GREEDY)
@@ -176,7 +176,7 @@ def test_a_chat_takes_a_template_its_variables_and_a_message_to_continue(llm: LL
     ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url: only text"), ("hi", "type str"),
     ([{"content": "hi"}], '"role"'), ([{"role": "user", "content": 5}], "content"),
     ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], "tool_calls"),
-], ids=repr)  # fmt: skip
+], ids=repr)
 def test_messages_that_cannot_be_used_are_refused(llm: LLM, messages: Any, sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
         llm.chat(messages, GREEDY)
@@ -228,7 +228,7 @@ def test_vllms_options_are_accepted_or_refused_with_the_equivalent() -> None:
     options = {
         "quantization": None, "dtype": "half", "load_format": "dummy", "max_num_seqs": 7, "trust_remote_code": False,
         "tokenizer": None, "seed": None, "enable_prefix_caching": None, "num_gpu_blocks_override": 20,
-    }  # fmt: skip
+    }
     with LLM(model=str(model_dir()), device="cpu", **options) as llm:
         assert llm.info.dtype == "float16" and llm.info.max_num_seqs == 7 and llm.info.dummy_weights
         assert llm.info.quantization == "none" and llm.info.prefix_caching and llm.info.num_blocks == 20

@@ -73,13 +73,13 @@ def test_a_name_precedes_an_expression_which_precedes_the_class(tmp_path: Path) 
     groups = [
         (INT4_GROUPS, ["Linear"]), (FP8_ROWS, ["re:.*self_attn.*", "re:.*layers.0.mlp.*"]),
         (INT8_ROWS, ["model.layers.0.self_attn.o_proj"]),
-    ]  # fmt: skip
+    ]
     ignore = ["lm_head", "re:.*layers.0.*v_proj"]
     model = reference("qwen3", **SIZES).eval()
     stores = {
         "0.self_attn.o_proj": int8_rows, "1.self_attn": fp8_rows, "0.self_attn.q": fp8_rows,
         "0.self_attn.k": fp8_rows, "0.mlp": fp8_rows, "1.mlp": pack_quantized,
-    }  # fmt: skip
+    }
     directory = written(model, tmp_path, several(groups, ignore), stores)
     packing = read_model_config(directory).packing
     assert packing is not None
@@ -119,7 +119,7 @@ def test_targets_may_have_the_names_of_a_model_with_images(tmp_path: Path) -> No
     groups = [
         (FP8_ROWS, ["model.language_model.layers.0.self_attn.q_proj"]), (INT4_GROUPS, ["re:.*language_model.*mlp.*"]),
         (UNKNOWN, ["re:.*visual.*"]),
-    ]  # fmt: skip
+    ]
     packing = read_schemes(tmp_path, several(groups, ["re:.*lm_head"]), published)
     found = [packing.of(f"model.layers.0.{name}.weight") for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.gate")]
     assert [None if each is None else each.bits for each in found] == [8, 4, 4]

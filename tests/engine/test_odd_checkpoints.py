@@ -156,7 +156,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
     [{"head_dim": 16}, {"head_dim": None}],
     [{}, {"architectures": None}, {"model_type": None}, {"quantization_config": None}, {"tie_word_embeddings": None},
      {"auto_map": {"AutoModelForCausalLM": "modeling_m.M"}}],
-])  # fmt: skip
+])
 def test_fields_may_be_absent_null_or_of_another_version(edits: list[dict[str, Any]], one: Path) -> None:
     path = one / "config.json"
     raw = json.loads(path.read_text())
@@ -180,7 +180,7 @@ CONVERT = ELSEWHERE + r"\.json, or convert these with from_pretrained"
     ("onnx/model_q4.onnx", ELSEWHERE), ("tf_model.h5", CONVERT), ("openvino_model.xml", ELSEWHERE),
     ("gptq_model-4bit-128g.safetensors", "has {}, but neither .*: if this file holds the whole model, rename it to"),
     ("adapter_model.safetensors", r"holds a LoRA adapter of Org/Base \(adapter_config\.json\), .*merge_and_unload"),
-])  # fmt: skip
+])
 def test_weights_in_another_format_are_named(name: str, sentence: str, one: Path) -> None:
     (one / name).parent.mkdir(exist_ok=True)
     (one / "model.safetensors").rename(one / name)
@@ -209,7 +209,7 @@ def test_a_link_to_a_file_that_is_gone_is_named(name: str, one: Path) -> None:
 @pytest.mark.parametrize(("name", "sentence"), [
     ("params.json", "holds a model in Mistral's or Meta's own format, not a Hugging Face checkpoint: download the"),
     ("model_index.json", "holds a pipeline that makes images, not a language model"),
-])  # fmt: skip
+])
 def test_a_directory_of_another_kind_of_model_is_named(name: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("{}")
     with pytest.raises(CheckpointError, match=rf"{sentence}.*{re.escape(name)} is there"):
@@ -254,7 +254,7 @@ def test_a_pointer_of_git_lfs_says_how_to_get_the_file(name: str, one: Path) -> 
     ({"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {
         "group_0": {"weights": {"num_bits": 4, "type": "float", "strategy": "channel"}},
     }}}, "has format 'nvfp4-pack-quantized' with 4 bits, .* or its original checkpoint with --quantization int4"),
-])  # fmt: skip
+])
 def test_a_quantisation_that_is_not_supported_is_named(fields: dict[str, Any], sentence: str, one: Path) -> None:
     path = one / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
@@ -400,7 +400,7 @@ def test_tokens_listed_beside_tokenizer_json_are_those_of_transformers(older: bo
     ("tokenizer_config.json", {"added_tokens_decoder": {"2": {"content": "x", "special": 1}}}, "flags that are true"),
     ("tokenizer_config.json", {"added_tokens_decoder": {"9" * 5000: {"content": "x"}}}, "a whole number as its id"),
     ("added_tokens.json", {"<x>": [2560]}, r"added_tokens\.json lists the token .* with the id \[2560\]"),
-])  # fmt: skip
+])
 def test_damaged_lists_of_tokens_are_one_sentence(
     name: str, contents: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:

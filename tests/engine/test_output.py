@@ -100,7 +100,7 @@ def test_a_stop_string_fires_if_it_ends_beyond_min_tokens_and_only_then(
         hits = [
             (at, -len(s)) for s in stops for at in range(len(text))
             if text.startswith(s, at) and at + len(s) > protected
-        ]  # fmt: skip
+        ]
         if hits:
             expected, met = text[: min(hits)[0]], True
             break
@@ -124,7 +124,7 @@ def test_a_stop_string_held_back_as_the_beginning_of_another_stays_protected() -
     (SamplingParams(stop=("x",), stop_token_ids=(EOS,)), "stop", EOS),
     (SamplingParams(stop=("x",)), "stop", None),
     (SamplingParams(stop=("x",)), "length", None),
-])  # fmt: skip
+])
 def test_the_metrics_name_the_stop_string_or_stop_token(params: SamplingParams, end: str, reason: object) -> None:
     deltas, _ = feed("abcd", params, end)
     assert deltas[-1].metrics is not None and deltas[-1].metrics["stop_reason"] == reason
@@ -171,7 +171,7 @@ def test_closing_gives_back_what_was_held() -> None:
         ("min_tokens", {"min_tokens": 20}), ("logprobs", {"logprobs": 21}), ("temperature", {"temperature": "hot"}),
         ("presence_penalty", {"presence_penalty": 2.5}), ("max_tokens", {"max_tokens": 1.5}),
     ],
-)  # fmt: skip
+)
 def test_a_bad_parameter_is_refused_by_name_and_the_engine_is_untouched(field: str, options: dict[str, object]) -> None:
     from engine.errors import InvalidRequest
     from tests.engine.test_scheduler_simulation import make_engine

@@ -29,7 +29,7 @@ DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 16, "layer_types": ...,
     "full_attention_interval": 2, "mlp_only_layers": ...,
-}  # fmt: skip
+}
 HYBRID: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA, "qwen3_next": DELTA, "gemma4_text": {"attention_bias": False, "enable_moe_block": False},
 }
@@ -179,7 +179,7 @@ def test_what_our_forms_cannot_hold_is_expanded(name: str, plain: tuple[Any, Pat
 
 KEPT_SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4, "vocab_size": 208,
-}  # fmt: skip
+}
 KEPT = ("fp8 rows", "fp8 tensor", "fp8 whole", "fp8 blocks of 128", "int8 rows", "int8 tensor")
 
 

@@ -425,7 +425,7 @@ async def test_two_processes_answer_as_one_and_none_outlives_the_other(tmp_path:
     config = EngineConfig(
         model=str(model_dir()), device="cpu", dtype="float64", num_blocks=256, tensor_parallel_size=2, cpu_threads=1,
         max_num_seqs=8, max_num_batched_tokens=24,  # three chunks, of which the first two sample nothing
-    )  # fmt: skip
+    )
     starting = asyncio.ensure_future(EngineClient.start(config, log_file=tmp_path / "engine.log"))
     alone = LLM(str(model_dir()), device="cpu", dtype="float64", num_blocks=64, cpu_threads=1)
     expected = alone.generate(prompt, params)[0].outputs[0].token_ids

@@ -65,11 +65,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     triton_backend.TritonAttention = type(  # type: ignore[attr-defined]
         "TritonAttention", (), {"__init__": lambda self, *args: setattr(self, "name", "flash + triton" if args[4] else
         "triton")}
-    )  # fmt: skip
+    )
     modules = {
         "engine.worker.graphs.fused_ops": [], "engine.worker.graphs.cuda_graphs": ["CudaGraphs"],
         "flash_attn": ["flash_attn_varlen_func"], "flash_attn.cute": ["flash_attn_varlen_func"],
-    }  # fmt: skip
+    }
     for name, contents in modules.items():
         module = ModuleType(name)
         vars(module).update({content: stand_in(content) for content in contents})
@@ -178,7 +178,7 @@ TABLE: list[tuple[str, dict[str, Any], tuple[int, int], str]] = [
     ("dense", FP8, ADA, "refused: fp8 weights need a GPU of compute capability 9.0 or more, but Some GPU has 8.9"),
     ("dense", FLASH, ADA, "refused: FlashAttention-2, the version for this GPU, needs blocks of a multiple of"),
     ("dense", FLASH | {"block_size": 256}, ADA, "CudaGraphs + Eager, flash + triton"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("model,options,capability,wanted", TABLE)
@@ -193,7 +193,7 @@ def test_every_combination_has_a_path_or_a_refusal_with_advice(gpus: Any) -> Non
     choices: list[list[dict[str, Any]]] = [
         [{}, FP8], [{}, SMALL_CACHE], [{}, DRAFTS], [{}, TWO], [{}, EIGHT, {"block_size": 256}],
         [{}, FLASH, {"attention_backend": "triton"}, {"attention_backend": "torch,triton"}],
-    ]  # fmt: skip
+    ]
     ways: dict[str, int] = {}
     for capability in (HOPPER, TURING):
         gpus(capability)
@@ -237,11 +237,11 @@ OTHER_ORDER = Packing("gptq", 4, 128, in_order=False)
         (AWQ, {"quantization": "checkpoint"}, HOPPER, 80, "", "our kernels for integers support 8 bits"),
         (None, {"quantization": "checkpoint"}, HOPPER, 80, "", "the checkpoint is not quantised"),
     ],
-)  # fmt: skip
+)
 def test_a_quantised_checkpoint_is_computed_as_stored_or_expanded_with_the_reason(
     packing: Packing | None, options: dict[str, Any], capability: tuple[int, int], free: int, kind: str, sentence: str,
     gpus: Any, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     gpus(capability)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free * 10**9, 80 * 10**9))
     config = EngineConfig(**{"device": "cuda", "dtype": "bfloat16", **options})
@@ -328,7 +328,7 @@ class Stage:
             model=SimpleNamespace(nbytes_per_token=1 << 20, layers=[], config=model), attention=attention,
             warm_up=lambda _: None, max_num_batched_tokens=64, max_model_len=256, mark=lambda: None,
             sample=lambda *_: self.went.append("sampled eagerly"), launched=lambda *_: "launched",
-        )  # fmt: skip
+        )
         eager = SimpleNamespace(launch=lambda *_: self.went.append("eager") or "launched")
         with torch.inference_mode():
             self.graphs = graphs.CudaGraphs(self.loaded, None)
@@ -363,7 +363,7 @@ def test_graphs_are_captured_in_one_order_and_tried_in_one_order(
         *(["verify 16", "verify 8"] if drafts else []),
         *(f"extend {size}" for size in ("64 with 16", "64", "32 with 16", "32", "16")),
         *(f"decode {n}" for n in sample), *(f"sample {n}" for n in sample for _ in range(3)),
-    ]  # fmt: skip
+    ]
     assert stage.graphs.num_graphs == len(stage.captured)
     tried = [type(part).__name__ for part in stage.graphs.parts]
     assert tried == [*(["VerifyGraphs"] if drafts else []), "DecodeGraphs", "ExtendGraphs"]
@@ -386,7 +386,7 @@ def plan(q_lens: list[int], decodes: int, drafted: int = 0, **params: Any) -> St
             i: PromptTargets([1], scored) for i in range(decodes + drafted, n)
             if (scored := requests[i].params.prompt_logprobs) is not None
         },
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_a_step_uses_the_smallest_graph_that_fits(
 def tables(step: StepPlan, sides: int) -> StepPlan:
     """The plan with blocks for all its tokens: in group g, column c of row r is 100 g + 10 r + c."""
     cells = [(row, column) for row, end in zip(step.rows, step.starts + step.q_lens, strict=True) for column in
-             range(-(-int(end) // 16))]  # fmt: skip
+             range(-(-int(end) // 16))]
     rows, columns = np.array(cells, np.int32).T
     own, *others = [(rows, columns, 100 * group + 10 * rows + columns) for group in range(1 + sides)]
     return replace(step, table_rows=own[0], table_columns=own[1], table_blocks=own[2], window_tables=others)
@@ -439,7 +439,7 @@ def tables(step: StepPlan, sides: int) -> StepPlan:
 @pytest.mark.parametrize(
     ("step", "form"), [(plan([1, 1, 60], 2), "extend"), (plan([1, 4], 1, 1), "verify"), (plan([1, 1, 1], 3), "decode")],
     ids=["extend", "verify", "decode"],
-)  # fmt: skip
+)
 def test_a_graph_gets_the_slots_of_every_group(monkeypatch: pytest.MonkeyPatch, step: StepPlan, form: str) -> None:
     step = tables(step, 1)
     stage = Stage(monkeypatch, "prompt-lookup" if step.num_drafted else "off", MODELS["windows"])
@@ -457,7 +457,7 @@ def test_a_graph_gets_the_slots_of_every_group(monkeypatch: pytest.MonkeyPatch, 
     expected = [
         [(100 * group + 10 * row + position // 16) * 16 + position % 16 for row in range(n) for position in
          range(step.starts[row], step.starts[row] + step.q_lens[row])] for group in range(2)
-    ]  # fmt: skip
+    ]
     assert by_token[-2:, : step.num_tokens].tolist() == expected
     assert not by_token[:, step.num_tokens :].any(), "padding writes to the null block"
 
@@ -471,7 +471,7 @@ SEGMENTS = {"extend": [1, 1, 32, 28], "verify": [1] * 5, "decode": [1] * 3}  # t
         (plan([1, 1, 60], 2), "extend", [0, 1, 2, 4]), (plan([1, 4], 1, 1), "verify", [0, 1, 5]),
         (plan([1, 1, 1], 3), "decode", [0, 1, 2, 3]),
     ], ids=["extend", "verify", "decode"],
-)  # fmt: skip
+)
 def test_a_graph_gets_the_segments_of_recurrent_states(
     monkeypatch: pytest.MonkeyPatch, step: StepPlan, form: str, bounds: list[int]
 ) -> None:

@@ -328,7 +328,7 @@ def test_an_engine_does_not_import_what_lies_in_the_current_directory(tmp_path: 
          "asyncio.run(EngineClient.start(EngineConfig(model='./empty', device='cpu')))"],
         env={**os.environ, "HERE": str(tmp_path), "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)},
         capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    )
     # It comes as far as to look for a model, with everything imported that takes part in that: tokenizers is.
     assert "EngineError" in done.stderr and "config.json" in done.stderr
 

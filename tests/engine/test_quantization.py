@@ -33,7 +33,7 @@ from tests.support.parity import (  # noqa: F401 (fixtures)
     our_logits,
     processor,
     step_logits,
-)  # fmt: skip
+)
 
 CPU = torch.device("cpu")
 OPTIONS = {"quantization": "int8"}
@@ -196,7 +196,7 @@ def test_the_model_of_bf16_pairs_is_closer_to_float32_than_torch_in_bfloat16(tmp
             for chunks in ([40],)
         ]).double()
         for dtype, kind in (("float64", "none"), ("float32", "bf16"), ("bfloat16", "none"))
-    )  # fmt: skip
+    )
     error, limit = ((found - exact).norm() / exact.norm() for found in (ours, torchs))
     assert 1e-4 < error < min(0.6 * limit, 0.005)
     (fast, *_), (plain, *_) = decodes_on_a_cpu(checkpoint, 2, [(0, 9), (11, 3), (4, 5)], quantization="bf16")
@@ -239,7 +239,7 @@ def test_compiled_kernels_give_a_row_the_same_bits_in_every_batch(kind: str, dir
         ("this", "none"), ("this", "bf16"), ("this", "int8"), ("this", "int4"), ("none", "int8"), ("none", "bf16"),
         ("without llvmlite", "none"), ("without llvmlite", "int8"), ("without GNU OpenMP", "int4"),
     ], indirect=["processor"],
-)  # fmt: skip
+)
 def test_a_reply_is_the_same_alone_and_in_a_batch(kind: str) -> None:
     """Greedy and seeded; log-probabilities too. The batch has more prompt tokens than kernels for few rows take."""
     if kind == "int4" and Int4Weight.why_not():
@@ -294,7 +294,7 @@ def test_a_product_with_8_bits_is_that_of_the_rounded_matrices(N: int, other: bo
             (values.data_ptr(), weight_scale.data_ptr(), source.data_ptr(), 0, bias.data_ptr(), out.data_ptr(),
              scratch.data_ptr(), K, N, rows, each, before)
             for source, before in ((x, Before.NOTHING), (scratch, Before.READY))
-        ]  # fmt: skip
+        ]
         kernels.run(np.array([kernels.address(name) for name in ("int8" + PREPARE, "int8")]), calls, threads)
         whole = out.clone() if rows == len(x) else whole
         assert torch.equal(out, whole[:rows])
@@ -345,7 +345,7 @@ def test_a_product_with_4_bits_is_that_of_the_rounded_matrices(
     ("aarch64-unknown-linux-gnu", "neoverse-n1", "neon dotprod", "sdot", "smmla"),
     ("x86_64-unknown-linux-gnu", "skylake-avx512", "avx2 avx512f avx512bw avx512vl", "vpmaddubsw", "vpdpbusd"),
     ("x86_64-unknown-linux-gnu", "icelake-server", "avx512f avx512bw avx512vl avx512vnni", "vpdpbusd", "vpmaddubsw"),
-])  # fmt: skip
+])
 def test_the_kernels_compile_for_other_processors(triple: str, cpu: str, names: str, has: str, lacks: str) -> None:
     """Only compiled: of processors that are not this one, this is all that is tested."""
     llvm = pytest.importorskip("llvmlite.binding")

@@ -419,7 +419,7 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
         {"repetition_penalty": 1.5, "frequency_penalty": 0.6, "logit_bias": {3: 2.0, 4: -100.0}, "top_k": 12},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_processed_logprobs_are_of_the_distribution_that_is_drawn_from(settings: dict[str, Any]) -> None:
     vocab = 16
     logits = random_logits(1, 21, vocab)

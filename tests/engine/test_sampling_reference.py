@@ -83,7 +83,7 @@ settings_of_a_row = st.fixed_dictionaries({
     "sample_index": edge([0, 1, 127]),
     "ids": st.lists(token, min_size=2, max_size=12),
     "logprobs": edge([None, 0, 3, 20]),
-})  # fmt: skip
+})
 row_logits = st.lists(st.floats(-30, 30, width=32) | edge([0.0, -0.0, 5.0]), min_size=VOCAB, max_size=VOCAB)
 
 

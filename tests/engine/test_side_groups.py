@@ -35,7 +35,7 @@ def states(slots: int) -> SideGroup:
 def make_engine(
     *groups: SideGroup, blocks: int = 200, size: int = 4, budget: int = 64, rows: int = 8, delay: int = 0,
     prefix_caching: bool = True, **options: object,
-) -> Engine:  # fmt: skip
+) -> Engine:
     drafts = int(options.get("speculative_tokens", 0))  # type: ignore[call-overload]
     runner = SimulatedRunner(blocks + 1, size, rows, groups=groups, echo=drafts > 0)
     config = SchedulerConfig(budget, rows, max_model_len=4096, **options)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def test_any_schedule_gives_the_tokens_of_each_request_alone(seed: int, delay: i
         delay=delay, policy=r.choice(["fcfs", "longest-prefix", "static", "priority"]),
         chunked_prefill=r.random() < 0.85, speculative_tokens=drafts, prefix_caching=r.random() < 0.85,
         checkpoint_interval=r.choice([8, 32]),
-    )  # fmt: skip
+    )
     runner = engine.runner
     assert isinstance(runner, SimulatedRunner)
     failing = r.random() < 0.4

@@ -43,7 +43,7 @@ class DraftingLoad(Load):
                 speculative_tokens=tokens,
             ),
             eos_ids=EOS,
-        )  # fmt: skip
+        )
         drafting.delay = delay
         self.engine = simulated(drafting)
 

@@ -37,7 +37,7 @@ def wordy(seed: int) -> list[tuple[list[int], SamplingParams]]:
         settings: dict[str, Any] = {
             "temperature": r.choice([0.0, 0.0, 0.6, 1.0]), "top_k": r.choice([0, 3]), "top_p": r.choice([1.0, 0.8]),
             "min_p": r.choice([0.0, 0.05]), "logprobs": r.choice([None, 0, 2]), "ignore_eos": True,
-        }  # fmt: skip
+        }
         if i % 4 == 1:
             settings |= {"stop_token_ids": (words[0],), "min_tokens": r.choice([0, 9])}
         if i % 5 == 4:
@@ -160,7 +160,7 @@ def test_tokens_after_a_stop_string_inside_accepted_drafts_are_neither_shown_nor
         bias = {id: 60.0 if id == 9 else 50.0 for id in (7, 8, 9)}
         params = SamplingParams(
             temperature=0.0, max_tokens=40, logit_bias=bias, ignore_eos=True, stop=stop, min_tokens=least, seed=1
-        )  # fmt: skip
+        )
         request = engine.add_request(ids, params)
         outputs.open(request)
         text, told = "", 0
@@ -189,7 +189,7 @@ def test_the_engine_reports_its_speculation(checkpoint: Path) -> None:
     config = engine_config(
         str(checkpoint), speculation="prompt-lookup:6", kv_blocks=40, device="cpu",
         load_tokenizer=False, overlap="on",
-    )  # fmt: skip
+    )
     built = build_engine(config)
     assert built.info.speculation == {"method": "prompt-lookup", "tokens": 6} and built.info.overlap is False
     assert any("not overlapped" in note for note in built.info.notes)

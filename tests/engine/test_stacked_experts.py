@@ -23,7 +23,7 @@ from tests.support.ranks import run_in_threads
 
 SIZES = {  # blocks of 128 fit, and no expert is square
     "hidden_size": 128, "head_dim": 64, "num_key_value_heads": 4, "num_experts": 3, "moe_intermediate_size": 256,
-}  # fmt: skip
+}
 LAYER = "model.language_model.layers.{}.mlp.experts."
 
 

@@ -147,7 +147,7 @@ COSTLY = r"(?:[\p{L}\p{N}]{1,200})" * 20
 
 
 @pytest.mark.parametrize("params", [{"regex": COSTLY}, {"json_schema": {"type": "string", "pattern": f"^{COSTLY}$"}},
-                                    {"json_schema": wide(1000)}])  # fmt: skip
+                                    {"json_schema": wide(1000)}])
 def test_a_grammar_that_would_soon_be_too_costly_is_refused_at_submission(
     params: dict[str, Any], grammars: Grammars
 ) -> None:
@@ -216,7 +216,7 @@ def test_a_compilation_ends_at_its_limit_of_processor_time_and_others_go_on(gram
     ({"type": "string", "pattern": "a" * 9000}, "a pattern has 9,000 characters; the limit is 8,192"),
     ({"type": "string", "pattern": "(a{1,10001})"}, "repeats a part 10001 times; the limit is 10,000"),
     ({"type": "string", "pattern": "a{2,99999999999999999999999}"}, "the limit is 10,000"),
-])  # fmt: skip
+])
 def test_patterns_have_limits(schema: Any, reason: str, grammars: Grammars) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         grammars.compile(SamplingParams(json_schema=schema))

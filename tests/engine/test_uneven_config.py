@@ -20,7 +20,7 @@ GEMMA: dict[str, Any] = {
     "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
     "vocab_size_per_layer_input": 1000, "hidden_size_per_layer_input": 8, "global_head_dim": 32,
     "layer_types": [SLIDING, FULL] * 3, "sliding_window": 128,
-}  # fmt: skip
+}
 
 
 def read(directory: Path, **changes: Any) -> ModelConfig:

@@ -268,7 +268,7 @@ def speculative_decoding(model: str) -> None:
         model=model, trust_remote_code=True, tensor_parallel_size=1, enable_chunked_prefill=True, enforce_eager=False,
         gpu_memory_utilization=0.8, speculative_config=config, disable_log_stats=False, max_model_len=512,
         max_num_seqs=None, limit_mm_per_prompt={"image": 5}, disable_chunked_mm_input=True,
-    )  # fmt: skip
+    )
     ids = [llm.get_tokenizer().encode(text, add_special_tokens=False) for text in PROMPTS]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     outputs = llm.generate([TokensPrompt(prompt_token_ids=each) for each in ids], sampling_params=params)
@@ -284,7 +284,7 @@ def one_rank_of_several(model: str) -> None:
         model=model, tensor_parallel_size=1, enforce_eager=True, enable_expert_parallel=True, max_num_seqs=64,
         trust_remote_code=False, distributed_executor_backend="mp", max_model_len=None, quantization=None,
         compilation_config={"level": 3},
-    )  # fmt: skip
+    )
     assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=[16, 20][1]))) == 3
 
 
@@ -343,7 +343,7 @@ def test_a_script_for_vllm_runs(run: Callable[[str], Any]) -> None:
     ({"hf_overrides": "yarn"}, "hf_overrides is 'yarn': it must be a dict"),
     ({"profiler_config": {"torch_dir": "x"}}, "its fields are profiler, torch_profiler_dir"),
     ({"profiler_config": {"profiler": "cuda", "torch_profiler_dir": "x"}}, 'needs profiler="torch"'),
-])  # fmt: skip
+])
 def test_a_wrong_option_is_a_sentence(given: dict[str, Any], words: str) -> None:
     from engine import LLM, EngineError
 

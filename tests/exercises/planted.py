@@ -58,7 +58,7 @@ PLANTED: dict[str, dict[str, tuple[str, str]]] = {
                      r"`sample` raised OverflowError in line 6: math range error"),
         "range": ("return len(logits)", r"returned 12: a token is a whole number from 0 to 11"),
     },
-}  # fmt: skip
+}
 
 GOOD = {
     "admit": "first = [r for r in waiting if r.overtaken >= 16]\n    rest = [r for r in waiting if r.overtaken < 16]\n"
@@ -71,7 +71,7 @@ GOOD = {
     "sample": "if temperature == 0: return logits.index(max(logits))\n"
     "    most = max(logits); r = random.Random(seed * 100003 + position)\n"
     "    return r.choices(range(12), [math.exp((l - most) / temperature) for l in logits])[0]",
-}  # fmt: skip
+}
 
 HEADS = {
     "admit": "\n\n\ndef admit(waiting):\n    ",

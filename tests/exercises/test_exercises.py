@@ -119,7 +119,7 @@ HARM = {
     "keeps all memory": ("kept = []\n    while True: kept.append(bytes(1 << 22))", "used more memory than an exercise"),
     "kills its process": ("import os\n    os._exit(3)", "the code ended its process (exit code 3)"),
     "tries all it may not do": (TRIES, "`evict` called exit in line"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("harm", HARM)
@@ -131,7 +131,7 @@ def test_code_harms_only_its_own_process(attempts, tmp_path, harm):
     if body is TRIES:
         assert [line.split()[0] for line in found.printed.splitlines()] == [
             "Forbidden", "Forbidden", "Forbidden", "Forbidden", "EOFError", "Forbidden", "Forbidden",
-        ]  # fmt: skip
+        ]
 
 
 def test_a_file_without_the_function_says_so():
@@ -154,7 +154,7 @@ def test_the_command_prints_the_result_and_saves_both_runs(tmp_path, monkeypatch
     compared = json.loads(here("compare", *data["recordings"], "--json").stdout)
     assert compared["differences"]["gap_p99_ms"]["better"] is True and [run["name"] for run in compared["runs"]] == [
         "reference", "yours",
-    ]  # fmt: skip
+    ]
     listed = here("exercise").stdout
     assert all(f"minitui exercise {name}" in listed and one.teaches in listed for name, one in EXERCISES.items())
     assert "there is no exercise 'evikt'" in here("exercise", "evikt").stderr

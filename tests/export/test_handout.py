@@ -52,7 +52,7 @@ def lesson(number: int, **options: Any) -> Lesson:
             Check("Why?", "lanes", "the lanes.", lambda stage: "because"),
         ),
         options,
-    )  # fmt: skip
+    )
 
 
 async def written(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
@@ -65,7 +65,7 @@ async def written(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
     await write_handout(
         path, [lesson(1), lesson(2, kv_blocks=7)], FakeSource(), "short", sampling(20), restart, told.append,
         lambda info: ByteCodec(),
-    )  # fmt: skip
+    )
     return told, restarts
 
 

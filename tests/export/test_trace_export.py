@@ -119,7 +119,7 @@ def test_the_export_has_the_spans_of_the_waterfall(name: str, tmp_path: Path) ->
     for track, spans in (
         ((HOST, 1), line.host(line.first, line.last)), ((HOST, 2), line.pauses(line.first, line.last)),
         ((DEVICE, 1), line.device(line.first, line.last)),
-    ):  # fmt: skip
+    ):
         drawn = [span for span in spans if round((span.end - span.begin) * 1e3, 3) > 0 and span.kind != "stop"]
         pieces = found.get(track, [])
         assert [piece["args"]["step"] for piece in pieces] == [span.step for span in drawn]
@@ -187,7 +187,7 @@ def test_a_real_gpu_works_while_the_host_plans_the_next_step(tmp_path: Path) -> 
     meanwhile = [
         step for step, plan in planned.items()
         if (before := worked.get(step - 1)) and plan["ts"] + plan["dur"] < before["ts"] + before["dur"]
-    ]  # fmt: skip
+    ]
     assert len(meanwhile) > 0.9 * len(planned), "the host is ahead of the device in nearly every step"
 
 
@@ -352,7 +352,7 @@ def test_all_lines_of_a_server_are_there_when_its_last_request_has_ended_and_tel
         [(line.split()[3], re.search(r"r\d+|$", line)[0], re.findall(r"[\d,]+ tok/s", line))  # type: ignore[index]
          for line in lines if " finished (" in line]
         for lines in told.values()
-    ]  # fmt: skip
+    ]
     assert len(ends[0]) == 4 and ends[0] == ends[1]
 
 

@@ -127,7 +127,7 @@ PLANTED: dict[str, Callable[[Session], None]] = {
     "tools reordered": reorder, "tools changed": add_tool, "date or time": date, "changing value": value,
     "system prompt changed": system, "history changed": history, "history shortened": shortened,
     "thinking removed": thinking, "salt": salt, "adapter": adapter, "another replica": replica, "unknown": evicted,
-}  # fmt: skip
+}
 
 
 def session(seed: int, cause: str, api: str = "openai", hidden: bool = False) -> list[Finding]:

@@ -108,7 +108,7 @@ async def through(upstream: Upstream | None, path: Path, hide: bool = False) -> 
 
 def asked(system: str = "Be brief.") -> dict[str, Any]:
     return {"model": "m", "cache_salt": "tenant secret", "messages": [
-        {"role": "system", "content": system}, {"role": "user", "content": "What is a block?"}]}  # fmt: skip
+        {"role": "system", "content": system}, {"role": "user", "content": "What is a block?"}]}
 
 
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n%s\r\n{}"
@@ -119,7 +119,7 @@ async def test_bytes_pass_unchanged_and_keys_are_not_stored(tmp_path):
     headers = {
         "Authorization": f"Bearer {KEY}", "X-Api-Key": KEY, "Accept-Encoding": "gzip", "Connection": "x-mine",
         "X-Mine": "1", "Proxy-Authorization": KEY,
-    }  # fmt: skip
+    }
     async with through(upstream, tmp_path / "log") as client:
         answer = await client.post("/v1/chat/completions?trace=1", json=asked(), headers=headers)
         raw = await client.raw(CHAT % b"Connection: close\r\n")
@@ -157,7 +157,7 @@ async def test_hidden_texts_are_not_in_the_log_and_still_compared(tmp_path):
      {"usage": {"input_tokens": 50, "input_tokens_details": {"cached_tokens": 0}}}, (50, 0)),
     ("/v1/completions", {"prompt": "q"}, {"usage": {"prompt_tokens": 7}}, (7, None)),
     ("/v1/completions", {"prompt": "q"}, {"usage": {"prompt_tokens": "many"}}, (None, None)),
-])  # fmt: skip
+])
 async def test_what_servers_tell(path, body, usage, expected, tmp_path):
     async with through(Upstream(whole(json.dumps(usage).encode())), tmp_path / "log") as client:
         await client.post(path, json=body)
@@ -238,7 +238,7 @@ async def test_a_client_that_leaves_ends_its_request_at_the_server(tmp_path):
 @pytest.mark.parametrize(("pieces", "status"), [
     ((b"",), 502), ((b"SSH-2.0\r\n\r\n",), 502), ((b"HTTP/1.1 200 OK\r\nContent-",), 502),
     ((b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf",), None), ((HEAD, CHUNKED[:-20]), None),
-])  # fmt: skip
+])
 async def test_a_server_that_breaks_off(pieces, status, tmp_path):
     async with through(Upstream(*pieces, closes=True), tmp_path / "log") as client:
         if status:
@@ -270,7 +270,7 @@ def test_logs_from_elsewhere_are_checked(tmp_path):
         ("{}", "not the first line"), ("x", "line 1"), ('{"format": "minitui-prefix-1"}\n{"number": 1}', "line 2"),
         ('{"format": "minitui-prefix-1"}\n{"number": 1, "at": 0, "parts": [], "cached": "all"}', "a number is wrong"),
         ('{"format": "minitui-prefix-1"}\n' + "[" * 100_000, "line 2"),
-    ):  # fmt: skip
+    ):
         log.write_text(text)
         with pytest.raises(EngineError, match=why):
             read_log(log)

@@ -78,7 +78,7 @@ def flood(s: Recorded) -> None:
 CAUSES: dict[str, Callable[[Recorded], None]] = {
     name: lambda s, plant=plant: plant(s.session)  # type: ignore[misc]
     for name, plant in PLANTED.items() if name not in ("adapter", "another replica", "unknown")
-} | {"eviction": flood}  # fmt: skip
+} | {"eviction": flood}
 
 
 def test_forty_recorded_sessions(tmp_path):

@@ -57,7 +57,7 @@ def test_an_allowed_page_may_send_every_header_of_the_official_clients(asks: Any
         "x-api-key", "x-stainless-arch", "x-stainless-async", "x-stainless-helper", "x-stainless-helper-method",
         "x-stainless-lang", "x-stainless-os", "x-stainless-package-version", "x-stainless-retry-count",
         "x-stainless-runtime", "x-stainless-runtime-version", "x-stainless-timeout",
-    }  # fmt: skip
+    }
     answer = asks(PAGE, ",".join(sorted(sent)))
     allowed = {name.strip() for name in answer.headers["access-control-allow-headers"].lower().split(",")}
     assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == PAGE
@@ -103,7 +103,7 @@ def test_a_host_that_is_none_is_refused_at_the_start(name: str) -> None:
 SENT = {
     "gzip": gzip.compress, "x-gzip": gzip.compress, "GZIP": gzip.compress, "deflate": zlib.compress,
     "identity": bytes, "": bytes,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("coding", SENT)
@@ -120,7 +120,7 @@ def test_a_body_is_read_however_it_is_packed(server: Running, coding: str, kind:
     ("br", b"x", "'br' is not supported"), ("gzip, gzip", EMPTY, "is not supported"),
     ("gzip", b"{}", "is not valid gzip"), ("gzip", EMPTY[:-3], "its end is missing"),
     ("gzip", EMPTY * 2, "bytes after its end"), ("gzip", b"", "its end is missing"),
-])  # fmt: skip
+])
 def test_a_damaged_or_unknown_encoding_is_the_callers_error(
     server: Running, coding: str, body: bytes, words: str
 ) -> None:

@@ -75,7 +75,7 @@ async def test_openai_agents_calls_the_tool_and_answers(url: str, api: str, stre
             result = await agents.Runner.run(agent, QUESTION, run_config=config)
     assert (asked, result.final_output) == ([CITY], SENTENCE)
     assert [type(item).__name__ for item in result.new_items] == [
-        "ToolCallItem", "ToolCallOutputItem", "MessageOutputItem"]  # fmt: skip
+        "ToolCallItem", "ToolCallOutputItem", "MessageOutputItem"]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -93,7 +93,7 @@ def test_anthropics_tool_runner_calls_the_tool_and_answers(url: str, stream: boo
         runner = client.beta.messages.tool_runner(
             model="scripted", max_tokens=100, tools=[get_temperature], stream=stream,
             messages=[{"role": "user", "content": QUESTION}],
-        )  # fmt: skip
+        )
         replies = [message.get_final_message() if stream else message for message in runner]
     assert [reply.stop_reason for reply in replies] == ["tool_use", "end_turn"]
     assert (asked, replies[-1].content[0].text) == ([CITY], SENTENCE)
@@ -134,12 +134,12 @@ def test_codex_calls_a_tool_of_an_mcp_server_and_answers(tmp_path: Path) -> None
             "sandbox_mode": "danger-full-access", "model_providers.minitui.name": "minitui",
             "model_providers.minitui.base_url": f"{running.url}/v1", "model_providers.minitui.wire_api": "responses",
             "mcp_servers.weather.command": sys.executable, "mcp_servers.weather.args": [str(tmp_path / "weather.py")],
-        }  # fmt: skip
+        }
         given = [word for name, value in options.items() for word in ("-c", f"{name}={json.dumps(value)}")]
         told = subprocess.run(
             [BIN / "codex", "exec", "--json", "--skip-git-repo-check", *given, QUESTION], cwd=tmp_path, timeout=120,
             env={**os.environ, "CODEX_HOME": str(home)}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        )  # fmt: skip
+        )
     items = [event["item"] for event in map(json.loads, told.stdout.splitlines()) if event["type"] == "item.completed"]
     called, answered = items[-2:]
     assert called["type"] == "mcp_tool_call", told
@@ -183,7 +183,7 @@ AGENTS = {
         "run_shell_command", {"command": COPY, "is_background": False}, ["--auth-type", "openai", "-y", ASKED],
         {"OPENAI_BASE_URL": "SERVER/v1", "OPENAI_API_KEY": "any", "OPENAI_MODEL": "scripted"}, {},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_a_command_line_agent_runs_its_tool_and_ends(tmp_path: Path, name: str) 
     (work / "note.txt").write_text("17")
     scripted(model, agent.tool, agent.arguments, SENTENCE)
     with serving(tmp_path, {"model": str(model), "num_blocks": 4096}, served_names=("scripted",)) as running, \
-            through_proxy(running, tmp_path / "log") as url:  # fmt: skip
+            through_proxy(running, tmp_path / "log") as url:
         for path, text in agent.files.items():
             (home / path).parent.mkdir(parents=True, exist_ok=True)
             (home / path).write_text(text.replace("SERVER", url))
@@ -207,7 +207,7 @@ def test_a_command_line_agent_runs_its_tool_and_ends(tmp_path: Path, name: str) 
         ran = subprocess.run(
             [BIN / name, *agent.command], cwd=work, env={"PATH": os.environ["PATH"], "HOME": str(home), **variables},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=500,
-        )  # fmt: skip
+        )
     assert ran.returncode == 0, ran.stderr
     assert (work / "copy.txt").read_text() == "17" and SENTENCE in ran.stdout, ran.stdout
     assert len(read_log(tmp_path / "log")) >= 2

@@ -21,7 +21,7 @@ QUESTION = {"role": "user", "content": "What is the KV cache?"}
 PROMPT = "<|im_start|>user\nWhat is the KV cache?<|im_end|>\n<|im_start|>assistant\n"
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {
     "type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}}}
-    for name in ("first", "second")]  # fmt: skip
+    for name in ("first", "second")]
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ SPELLINGS = {  # path -> (a request, with a field that this server does not know
     "/v1/messages/count_tokens": ({"messages": [QUESTION], "colour": "red"}, "colour"),
     "/generate": ({"prompt": "x", "seeds": 1}, "seeds (did you mean seed?)"),
     "/tokenize": ({"prompt": "x", "colour": "red"}, "colour"), "/detokenize": ({"tokens": [5], "colour": 1}, "colour"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("path", SPELLINGS)
@@ -89,7 +89,7 @@ def test_an_unknown_field_is_refused(server: Running, path: str) -> None:
     (CHAT, {"stream_options": {"include_usages": True}}, "stream_options.include_usages"),
     ("/v1/responses", {"text": {"formats": {}}}, "text.formats"),
     ("/v1/messages", {"output_config": {"formatt": {}}}, "output_config.formatt"),
-])  # fmt: skip
+])
 def test_so_is_one_in_a_part_that_shapes_the_reply(server: Running, path: str, fields: Any, name: str) -> None:
     start = {"input": "x"} if path == "/v1/responses" else {"messages": [QUESTION], "max_tokens": 1}
     error = server.post(path, {**start, **fields}).json()["error"]
@@ -110,7 +110,7 @@ def test_unknown_fields_of_messages_are_ignored(server: Running) -> None:
     (CHAT, "audio", {"voice": "x"}, None), (CHAT, "web_search_options", {"x": 1}, {}), (TEXT, "documents", [{}], []),
     ("/v1/messages", "compaction", {"type": "x"}, None), ("/v1/messages", "mcp_servers", [{"url": "x"}], []),
     ("/v1/responses", "context_management", [{"type": "compaction"}], []),
-])  # fmt: skip
+])
 def test_what_would_change_the_reply_is_refused_unless_it_is_the_default(
     server: Running, path: str, name: str, value: Any, default: Any
 ) -> None:
@@ -146,7 +146,7 @@ def test_every_field_of_the_official_clients_has_its_decision() -> None:
         (ChatRequest, chats.CompletionCreateParamsBase), (CompletionRequest, completions.CompletionCreateParamsBase),
         (ResponsesRequest, responses.ResponseCreateParamsBase), (MessagesRequest, messages.MessageCreateParamsBase),
         (MessagesRequest, beta.MessageCreateParamsBase),
-    ):  # fmt: skip
+    ):
         known = {field.alias or name for name, field in request.model_fields.items()}
         decided = known | request.ignored | {*request.refused} | undecided
         assert params.__required_keys__ | params.__optional_keys__ <= decided, params
@@ -195,7 +195,7 @@ def test_a_body_full_of_unknown_fields_costs_little_and_fills_no_log(
     ({"messages": [QUESTION], "logit_bias": {"5": "x"}}, "logit_bias.5"),
     ({"messages": [QUESTION], "structured_outputs": {"choice": [5]}}, "structured_outputs.choice.0"),
     ({"messages": [QUESTION], "function_call": {}}, "function_call"),
-])  # fmt: skip
+])
 def test_an_error_names_the_field_as_the_caller_spells_it(server: Running, body: Any, param: str) -> None:
     error = server.post(CHAT, body).json()["error"]
     assert error["param"] == param or error["param"].startswith(param + "."), error
@@ -300,7 +300,7 @@ def test_the_last_message_is_continued(server: Running) -> None:
 
 def test_a_chat_template_of_the_caller_needs_the_operators_permission(tmp_path: Path, server: Running) -> None:
     body = {"messages": [QUESTION], "max_tokens": 2, "return_token_ids": True,
-            "chat_template": "{% for m in messages %}{{ m.content }}!{% endfor %}"}  # fmt: skip
+            "chat_template": "{% for m in messages %}{{ m.content }}!{% endfor %}"}
     refused = server.post(CHAT, body).json()["error"]
     assert refused["param"] == "chat_template" and "--trust-request-chat-template" in refused["message"]
     server_settings = server.service.settings
@@ -322,7 +322,7 @@ def test_messages_of_other_servers_are_read(server: Running) -> None:
         QUESTION, {"role": "assistant", "content": None, **extras}, QUESTION,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": None}, {"role": "user", "content": None}, QUESTION,
-    ]  # fmt: skip
+    ]
     answer = server.post(CHAT, {"messages": messages, "max_tokens": 2})
     assert answer.status_code == 200 and "X-Minitui-Warning" not in answer.headers, answer.text
 
@@ -351,7 +351,7 @@ def test_words_and_tokens_are_excluded(server: Running) -> None:
     ({"regex": "[ab]"}, {"a", "b"}),
     ({"json_schema": '{"enum": [3]}'}, {"3"}),
     ({"guided_json": '{"enum": [3]}'}, {"3"}),
-])  # fmt: skip
+])
 def test_every_spelling_of_a_constraint_is_obeyed(server: Running, fields: Any, allowed: set[str]) -> None:
     assert content(chat(server, temperature=1.5, **fields)) in allowed
     assert text(server, temperature=1.5, **fields)["choices"][0]["text"] in allowed
@@ -368,7 +368,7 @@ def test_only_allowed_tools_are_called(server: Running, mode: str) -> None:
     calls = answer["choices"][0]["message"].get("tool_calls", [])
     assert [call["function"]["name"] for call in calls] == (["second"] if mode == "required" else [])
     unknown = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [
-        {"type": "function", "function": {"name": "third"}}]}}  # fmt: skip
+        {"type": "function", "function": {"name": "third"}}]}}
     error = server.post(CHAT, {"messages": [QUESTION], "tools": TOOLS, "tool_choice": unknown}).json()["error"]
     assert error["param"] == "tool_choice" and "'third'" in error["message"]
 
@@ -386,7 +386,7 @@ def test_functions_are_called_in_the_older_form(server: Running, stream: bool) -
         assert "tool_calls" not in choice["message"]
     assert called["name"] == "second" and json.loads(called["arguments"])["n"] in (1, 2) and reason == "function_call"
     messages = [QUESTION, {"role": "assistant", "content": None, "function_call": called},
-                {"role": "function", "name": "second", "content": "17"}]  # fmt: skip
+                {"role": "function", "name": "second", "content": "17"}]
     assert content(chat(server, messages=messages, functions=fields["functions"]))
 
 
@@ -420,7 +420,7 @@ def test_the_request_id_is_the_callers_or_a_new_one(server: Running) -> None:
     own = server.post("/tokenize", {"prompt": "x"}, headers={"X-Request-Id": "abc-123"})
     assert own.headers.get_list("x-request-id") == ["abc-123"]
     made = {server.post("/tokenize", {"prompt": "x"}, headers=headers).headers["x-request-id"]
-            for headers in ({}, {}, {"X-Request-Id": "two words"}, {"X-Request-Id": "x" * 200})}  # fmt: skip
+            for headers in ({}, {}, {"X-Request-Id": "two words"}, {"X-Request-Id": "x" * 200})}
     assert len(made) == 4 and all(len(one) == 32 for one in made)
     assert server.get("/nowhere", headers={"X-Request-Id": "e"}).headers["x-request-id"] == "e"
     assert "x-request-id" in server.post(CHAT, {"messages": [QUESTION], "max_tokens": 1, "stream": True}).headers

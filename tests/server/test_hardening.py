@@ -34,7 +34,7 @@ LONG: dict[str, Any] = {**ASK, "max_tokens": 3000, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with serving(tmp_path_factory.mktemp("server"), engine={"max_num_seqs": 2}, max_waiting=2, max_body=2 << 20,
-                 request_s=20.0, body_s=0.5) as running:  # fmt: skip
+                 request_s=20.0, body_s=0.5) as running:
         yield running
 
 
@@ -196,7 +196,7 @@ def test_every_path_wants_its_role(server: Running, monkeypatch: Any) -> None:
         ("POST", CHAT, {**ASK, "max_tokens": 1}, Role.CHAT),
         ("POST", "/tokenize", {"prompt": "x"}, Role.CHAT),
         ("POST", "/minitui/control", {"action": "resume"}, Role.CONTROL),
-    ]  # fmt: skip
+    ]
     bearers = [(None, Role.NOBODY), ("wrong-key-12", Role.NOBODY), ("watch-key-", Role.NOBODY), *keys.items()]
     for method, path, body, needed in table:
         for key, role in bearers:
@@ -225,7 +225,7 @@ def test_a_key_cannot_end_the_requests_of_another(server: Running, monkeypatch: 
 
 @pytest.mark.parametrize("headers", [
     {"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"},
-])  # fmt: skip
+])
 def test_pages_from_elsewhere_cannot_reach_the_engine(server: Running, headers: dict[str, str]) -> None:
     answer = server.http.post("/generate", content=b'{"prompt": "x", "max_tokens": 1}', headers=headers)
     assert answer.status_code == 403
@@ -339,7 +339,7 @@ def test_sigterm_ends_server_and_engine_in_time(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     environment = {**os.environ, "MINITUI_DATA": str(tmp_path)}
     command = [sys.executable, "-m", "minitui", "serve", "--port", str(port), "--kv-blocks", "256",
-               "--drain-seconds", "0.5"]  # fmt: skip
+               "--drain-seconds", "0.5"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None

@@ -52,7 +52,7 @@ def test_arrivals_follow_a_poisson_process() -> None:
 def test_a_trace_is_replayed_at_its_times_with_its_shared_beginnings() -> None:
     lines = ['{"t": 4, "words": 5, "prefix": "a", "prefix_words": 30, "max_tokens": 7}', "",
              '{"t": 2, "words": 5, "prefix": "a"}', '{"t": 3, "messages": [{"role": "user", "content": "hi"}]}',
-             '{"t": 1, "prompt": "said"}']  # fmt: skip
+             '{"t": 1, "prompt": "said"}']
     plan = replay(lines, options(speed=2, trace=Path("x")), "m")
     assert [p.at for p in plan] == [0.5, 1.0, 1.5, 2.0]
     assert plan[0].body["prompt"] == "said" and plan[2].chat and plan[3].body["max_tokens"] == 7
@@ -65,7 +65,7 @@ def test_a_trace_is_replayed_at_its_times_with_its_shared_beginnings() -> None:
 
 def test_a_trace_of_hashed_blocks_has_texts_that_are_shared_where_the_hashes_are() -> None:
     lines = ['{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [7, 8]}',
-             '{"timestamp": 1500, "input_length": 1030, "output_length": 6, "hash_ids": [7, 9, 10]}']  # fmt: skip
+             '{"timestamp": 1500, "input_length": 1030, "output_length": 6, "hash_ids": [7, 9, 10]}']
     first, second = replay(lines, options(trace=Path("x")), "m")
     assert (first.at, second.at, second.body["max_tokens"]) == (0.0, 1.5, 6)
     one, two = first.body["prompt"].split(), second.body["prompt"].split()

@@ -19,7 +19,7 @@ pytest.importorskip("llguidance", reason="the extra 'structured' is not installe
 URL = "/v1/messages"
 QUESTION: list[Any] = [{"role": "user", "content": "What is the KV cache?"}]
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"kind": {"enum": ["free", "cached"]}}, "required": ["kind"],
-                          "additionalProperties": False}  # fmt: skip
+                          "additionalProperties": False}
 TOOL: dict[str, Any] = {"name": "count_blocks", "description": "How many blocks there are.", "input_schema": SCHEMA}
 CALL = '<tool_call>\n{"name": "count_blocks", "arguments": {"kind": "free"}}\n</tool_call>'
 ALL_KINDS = {"guided_choice": [f"<think>\nhmm\n</think>\n\nOK.{CALL}"], "tools": [TOOL]}
@@ -40,7 +40,7 @@ def test_a_message_has_text_stop_reason_and_usage_with_the_cached_tokens(server:
     system = [{"type": "text", "text": "Be short and say what is cached.", "cache_control": {"type": "ephemeral"}}]
     first = ask(server, system=system, temperature=0)
     assert first["id"].startswith("msg_") and (first["type"], first["role"], first["model"]) == (
-        "message", "assistant", "tutor")  # fmt: skip
+        "message", "assistant", "tutor")
     assert (first["stop_reason"], first["stop_sequence"]) == ("end_turn", None)
     [block] = first["content"]
     assert block["type"] == "text" and len(block["text"]) > 20
@@ -87,7 +87,7 @@ def test_a_stream_has_all_events_in_order_and_says_the_same(server: Running) -> 
     assert order == [
         "message_start", start, "thinking_delta", "signature_delta", stop, start, "text_delta", stop,
         start, "input_json_delta", stop, "message_delta", "message_stop",
-    ]  # fmt: skip
+    ]
     assert events[0]["message"]["content"] == [] and events[0]["message"]["stop_reason"] is None
     assert events[0]["message"]["usage"]["input_tokens"] > 0
     *_, delta, _ = events
@@ -127,7 +127,7 @@ def test_a_conversation_reaches_the_model_as_chat_messages() -> None:
         ], "tools": [{**TOOL, "cache_control": {"type": "ephemeral"}}],
         "tool_choice": {"type": "tool", "name": "count_blocks", "disable_parallel_tool_use": True},
         "metadata": {"user_id": "u" * 300},
-    })  # fmt: skip
+    })
     fields = request.chat_fields()
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     assert fields["messages"] == [
@@ -146,7 +146,7 @@ def test_a_conversation_reaches_the_model_as_chat_messages() -> None:
 @pytest.mark.parametrize(("thinking", "effort"), [
     (None, "none"), ({"type": "disabled"}, "none"), ({"type": "enabled", "budget_tokens": 1024}, None),
     ({"type": "adaptive"}, None),
-])  # fmt: skip
+])
 def test_a_model_thinks_only_if_asked_to(thinking: Any, effort: str | None) -> None:
     from minitui.server.messages.schema import MessagesRequest
 
@@ -186,7 +186,7 @@ def test_the_key_may_come_in_anthropics_header_and_errors_have_its_form(server: 
         for headers, status, kind in (
             ({}, 401, "authentication_error"), ({"x-api-key": "the-key-to-watch"}, 403, "permission_error"),
             ({"x-api-key": "the-key-to-chat"}, 200, ""), ({"Authorization": "Bearer the-key-to-chat"}, 200, ""),
-        ):  # fmt: skip
+        ):
             answer = server.post(path, body, headers=headers)
             assert answer.status_code == status
             assert status == 200 or answer.json()["error"]["type"] == kind
@@ -198,7 +198,7 @@ def test_the_key_may_come_in_anthropics_header_and_errors_have_its_form(server: 
     for answer, status, kind in (
         (server.get(URL), 405, "invalid_request_error"), (server.post(f"{URL}/nothing", {}), 404, "not_found_error"),
         (server.post(URL, {**ASK, "messages": "x" * (5 << 20)}), 413, "request_too_large"),
-    ):  # fmt: skip
+    ):
         assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
 
 
@@ -237,7 +237,7 @@ def test_the_anthropic_client_reads_messages_streams_and_counts(client: Any, ser
     assert begun.cache_read_input_tokens == final.usage.cache_read_input_tokens > 0
     assert begun.input_tokens == final.usage.input_tokens
     assert final.usage.cache_read_input_tokens + final.usage.input_tokens == whole.usage.input_tokens + (
-        whole.usage.cache_read_input_tokens)  # fmt: skip
+        whole.usage.cache_read_input_tokens)
     counted = client.messages.count_tokens(model="tutor", messages=QUESTION, system=asked["system"])
     assert counted.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
     assert [model.id for model in client.models.list()] == ["tutor"]
@@ -265,7 +265,7 @@ def test_errors_are_the_anthropic_clients_own(client: Any) -> None:
         ({"model": "claude"}, anthropic.NotFoundError, "there is no model 'claude'"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
         ({"messages": []}, anthropic.BadRequestError, "messages"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(kind, match=words):
             client.messages.create(**{**ASK, **fields})
 
@@ -292,7 +292,7 @@ def test_the_tool_runners_send_the_whole_conversation_after_a_refused_thread(cli
         runner = client.beta.messages.tool_runner(
             model="tutor", max_tokens=60, messages=QUESTION, tools=[count_blocks],
             tool_choice={"type": "any"}, max_iterations=2, stream=stream,
-        )  # fmt: skip
+        )
         replies = [turn.get_final_message() if stream else turn for turn in runner]
         assert [reply.stop_reason for reply in replies] == ["tool_use"] * 2
         first, second = (reply.usage.input_tokens + reply.usage.cache_read_input_tokens for reply in replies)

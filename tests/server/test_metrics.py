@@ -61,7 +61,7 @@ def test_the_values_match_the_requests(server: Running) -> None:
         "request_max_num_generation_tokens_sum", "request_prefill_kv_computed_tokens_sum",
         "request_inference_time_seconds_count", "request_prompt_tokens_sum", "prefix_cache_hits_total",
         "gpu_prefix_cache_hits_total", "prefix_cache_queries_total", "gpu_prefix_cache_queries_total",
-    )  # fmt: skip
+    )
     before = figures(server, *names)
     prompt = "Figures of a page that says what was computed and what was found. " * 3
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": 6, "ignore_eos": True}
@@ -144,7 +144,7 @@ def test_the_process_and_its_http_requests_are_measured(server: Running) -> None
 # The rules of `promtool check metrics` for the name, the type, the help text and the labels of a metric.
 TYPES = ("gauge", "counter", "summary", "histogram", "untyped", "info")
 NOT_BASE = re.compile("(pico|nano|micro|milli|centi|kilo|kibi|mega|mebi|giga|gibi|tera)(seconds|bytes|joules)|"
-                      "minutes|hours|days|weeks|bits|perc|percent")  # fmt: skip
+                      "minutes|hours|days|weeks|bits|perc|percent")
 ABBREVIATIONS = {"s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d"}
 
 

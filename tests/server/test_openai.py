@@ -100,7 +100,7 @@ def test_logit_bias_and_penalties_reach_the_sampler(client: Any, server: Running
     biased = ask(client, logit_bias={str(token): 100}, temperature=0, max_tokens=5)
     assert biased.choices[0].message.content == " tree" * 5
     calmed = ask(client, logit_bias={str(token): 12}, temperature=0, max_tokens=5, frequency_penalty=2,
-                 presence_penalty=2, extra_body={"repetition_penalty": 50.0})  # fmt: skip
+                 presence_penalty=2, extra_body={"repetition_penalty": 50.0})
     assert calmed.choices[0].message.content != biased.choices[0].message.content
 
 
@@ -118,7 +118,7 @@ def test_logprobs_of_every_token_and_its_rivals(client: Any) -> None:
 
 def test_a_json_schema_is_obeyed(client: Any) -> None:
     schema = {"type": "object", "properties": {"blocks": {"type": "integer", "minimum": 1, "maximum": 64}},
-              "required": ["blocks"], "additionalProperties": False}  # fmt: skip
+              "required": ["blocks"], "additionalProperties": False}
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "count", "schema": schema, "strict": True}}
     answer = ask(client, response_format=wanted, temperature=1.0, max_tokens=60)
     value = json.loads(answer.choices[0].message.content)
@@ -157,7 +157,7 @@ def test_a_demanded_call_is_made_and_its_result_can_be_sent_back(client: Any, ch
     call = message.tool_calls[0]
     assert json.loads(call.function.arguments)["kind"] in ("free", "cached")
     messages = [*QUESTION, message.model_dump(exclude_none=True),
-                {"role": "tool", "tool_call_id": call.id, "content": "17"}]  # fmt: skip
+                {"role": "tool", "tool_call_id": call.id, "content": "17"}]
     second = ask(client, tools=[TOOL], messages=messages)
     assert second.choices[0].message.content
 

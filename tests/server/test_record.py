@@ -32,13 +32,13 @@ def test_a_server_records_its_engine_without_hidden_texts(tmp_path: Path, hidden
     with serving(
         tmp_path, record=trace, served_names=("tutor",), hide_text=hidden, cors_origins=(PAGE,),
         keys={KEY: Role.CONTROL},
-    ) as server:  # fmt: skip
+    ) as server:
         key = {"Authorization": f"Bearer {KEY}"}
         body = {"messages": [{"role": "user", "content": "What is paging?"}], "max_tokens": 40, "temperature": 0}
         assert server.post("/v1/chat/completions", body, headers=key).status_code == 200
         # Only the named page is allowed, and its preflight request is answered.
         asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST",
-                 "Access-Control-Request-Headers": "authorization"}  # fmt: skip
+                 "Access-Control-Request-Headers": "authorization"}
         document = server.get("/openapi.json", headers=key).json()
         assert document["security"] == [{"key": []}] and document["paths"]["/health"]["get"]["security"] == []
         before = server.http.options("/generate", headers=asked)
@@ -89,7 +89,7 @@ def test_no_text_of_a_request_leaves_with_hidden_text(tmp_path: Path) -> None:
         common = {"user": SECRET, "stop": [SECRET], "max_tokens": 2}
         chat = {"messages": [{"role": "user", "content": SECRET, "name": SECRET}], "metadata": {SECRET: SECRET},
                 "safety_identifier": SECRET, "prompt_cache_key": SECRET, "service_tier": SECRET, "tools": [tool],
-                "chat_template_kwargs": {SECRET: SECRET}}  # fmt: skip
+                "chat_template_kwargs": {SECRET: SECRET}}
         ids = server.post("/tokenize", {"prompt": SECRET}).json()["tokens"]
         params = {"max_tokens": 2, "stop": SECRET}
         with server.http.stream("GET", "/minitui/records") as stream:
@@ -99,7 +99,7 @@ def test_no_text_of_a_request_leaves_with_hidden_text(tmp_path: Path) -> None:
             assert server.post("/v1/completions", {**common, "prompt": SECRET}).status_code == 200
             assert server.post("/v1/completions", {**common, "prompt": SECRET, "model": SECRET}).status_code == 404
             assert server.post("/v1/completions", {**common, "prompt": SECRET, "guided_regex": SECRET + "("}
-                               ).status_code == 400  # fmt: skip
+                               ).status_code == 400
             for tag, group in (("a", SECRET), ("b", "0123abcd")):
                 sent = {"tag": tag, "ids": ids, "params": params, "group": group}
                 assert "finish_reason" in server.post("/minitui/submit", sent).text
@@ -118,7 +118,7 @@ def test_sentences_of_errors_are_hidden_with_the_text() -> None:
     records = [
         (1, 0.0, "refuse", "", SECRET), (2, 0.0, "finish", 1, f"error: {SECRET}", 0), (3, 0.0, "fail", 1, SECRET),
         (4, 0.0, "finish", 2, "stop", 5),
-    ]  # fmt: skip
+    ]
     hidden, told = (Broadcast(Metrics(), mask).encode(records).decode() for mask in (7, None))
     assert SECRET not in hidden and told.count(SECRET) == 3 and '"stop"' in hidden
 

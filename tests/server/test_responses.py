@@ -22,7 +22,7 @@ from minitui.server.responses.store import ResponseStore, StoredItem
 URL = "/v1/responses"
 QUESTION = "What is the KV cache?"
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"kind": {"enum": ["free", "cached"]}}, "required": ["kind"],
-                          "additionalProperties": False}  # fmt: skip
+                          "additionalProperties": False}
 TOOL: dict[str, Any] = {"type": "function", "name": "count_blocks", "parameters": SCHEMA, "strict": True}
 CALL = '<tool_call>\n{"name": "count_blocks", "arguments": {"kind": "free"}}\n</tool_call>'
 ALL_KINDS = {"guided_choice": [f"<think>\nhmm\n</think>\n\nOK.{CALL}"], "tools": [TOOL], "input": "go"}
@@ -85,7 +85,7 @@ def test_a_stream_has_all_events_in_order_with_numbers(server: Running) -> None:
         begin, part[0], "response.output_text.delta", "response.output_text.done", part[1], end,
         begin, "response.function_call_arguments.delta", "response.function_call_arguments.done", end,
         "response.completed",
-    ]  # fmt: skip
+    ]
     assert events[0]["response"]["status"] == "in_progress" and events[0]["response"]["output"] == []
     final = events[-1]["response"]
     assert shapes(final) == shapes(whole) and final["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
@@ -266,7 +266,7 @@ def test_a_response_belongs_to_the_key_that_made_it(server: Running, monkeypatch
 
 ADD: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
 PATCH: dict[str, Any] = {"type": "custom", "name": "patch", "description": "Changes files.",
-                         "format": {"type": "grammar", "syntax": "lark", "definition": "start: WORD"}}  # fmt: skip
+                         "format": {"type": "grammar", "syntax": "lark", "definition": "start: WORD"}}
 NAMESPACE = {"type": "namespace", "name": "mcp__tiny", "description": "Small things.", "tools": [ADD, PATCH]}
 
 
@@ -294,7 +294,7 @@ def test_a_custom_tool_is_called_with_a_text(server: Running) -> None:
     events = events_of(server.post(URL, body).text)
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds[2:-1] == ["output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done",
-                           "output_item.done"]  # fmt: skip
+                           "output_item.done"]
     assert events[2]["item"]["input"] == "" and events[3]["delta"] == events[4]["input"] == 'a "b"\n'
     [call] = events[-1]["response"]["output"]
     assert call == events[5]["item"] and (call["type"], call["name"]) == ("custom_tool_call", "patch")
@@ -327,7 +327,7 @@ def test_the_model_reads_about_all_tools_and_earlier_calls() -> None:
     calls = [message["tool_calls"][0]["function"] for message in said[::2]]
     assert [(call["name"], json.loads(call["arguments"])) for call in calls] == [
         ("mcp__tiny__add", {}), ("patch", {"input": "é"}), ("local_shell", {"type": "exec", "command": ["ls"]}),
-    ]  # fmt: skip
+    ]
     results = {message["tool_call_id"]: message["content"] for message in said[1::2]}
     assert results == {"1": "a", "2": "b", "3": "c"}
 
@@ -346,13 +346,13 @@ def test_what_other_servers_run_is_left_out_with_a_notice(server: Running) -> No
     items = [
         said, {**said, "role": "user"}, {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}},
         {"type": "compaction", "encrypted_content": "x"}, {**said, "role": "user"},
-    ]  # fmt: skip
+    ]
     body = {
         "input": items, "tools": [TOOL, NAMESPACE, {"type": "web_search", "external_web_access": True}],
         "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"summary": "none"}, "store": False,
         "include": ["reasoning.encrypted_content"], "prompt_cache_key": "1", "client_metadata": {"a": "b"},
         "max_output_tokens": 1,
-    }  # fmt: skip
+    }
     answer = server.post(URL, body)
     assert answer.status_code == 200, answer.text
     assert [tool["type"] for tool in answer.json()["tools"]] == ["function", "namespace"]
@@ -453,7 +453,7 @@ async def test_openai_agents_runs_an_agent_with_a_tool(server: Running, stream: 
         agent = agents.Agent(
             name="Counter", instructions="Count.", tools=[count_blocks], model=model,
             model_settings=agents.ModelSettings(tool_choice="required", temperature=1.0, max_tokens=200),
-        )  # fmt: skip
+        )
         config = agents.RunConfig(tracing_disabled=True)
         if stream:
             result = agents.Runner.run_streamed(agent, QUESTION, run_config=config)

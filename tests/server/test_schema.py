@@ -41,7 +41,7 @@ def test_every_answer_is_a_documented_one(server: Running) -> None:
 
             @given(case=operation.as_strategy(generation_mode=mode))
             @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, phases=[Phase.generate],
-                      suppress_health_check=list(HealthCheck), database=None)  # fmt: skip
+                      suppress_health_check=list(HealthCheck), database=None)
             def answers(case: Any) -> None:
                 nonlocal tried
                 tried += 1

@@ -77,7 +77,7 @@ def test_a_body_may_have_many_brackets_and_commas_in_its_texts(server: Running) 
 @pytest.mark.parametrize(("value", "reason"), [
     (filled("[]"), "lists and objects; the limit is 20,000"), (filled("1"), "values; the limit is 400,000"),
     (filled('""'), "strings; the limit is 100,000"),
-], ids=["containers", "values", "strings"])  # fmt: skip
+], ids=["containers", "values", "strings"])
 def test_a_body_with_too_many_parts_is_refused_with_its_number_of_parts(
     server: Running, value: str, reason: str
 ) -> None:
@@ -92,7 +92,7 @@ def test_an_endless_compilation_ends_and_delays_neither_prompts_nor_steps(server
     server.post(CHAT, {**ASK, "guided_regex": "warm"})
     answers: list[Any] = []
     attack = threading.Thread(target=lambda: answers.append(
-        server.http.post(CHAT, json={**ASK, "guided_json": EXPLODING}, timeout=60)))  # fmt: skip
+        server.http.post(CHAT, json={**ASK, "guided_json": EXPLODING}, timeout=60)))
     attack.start()
     meanwhile = 0
     while attack.is_alive():

@@ -56,7 +56,7 @@ def fault(server: Running, **fields: Any) -> dict[str, Any]:
 def test_tools_keep_their_definitions_apart_even_under_one_name(server: Running, seed: int) -> None:
     def holder(item: Any) -> Any:
         return {"type": "object", "properties": {"x": {"$ref": "#/$defs/Item"}}, "required": ["x"],
-                "$defs": {"Item": item}}  # fmt: skip
+                "$defs": {"Item": item}}
 
     items = {"letters": {"enum": ["a", "b"]}, "digits": {"enum": [1, 2]}}
     tools = [tool(name, holder(item)) for name, item in items.items()]
@@ -89,7 +89,7 @@ def test_a_named_tool_cut_at_the_limit_is_a_call_with_the_arguments_so_far(serve
     ('{"name": "f", "argu', "f", ""),
     ('{"na', "g", ""),
     ("", "g", ""),
-])  # fmt: skip
+])
 def test_what_is_there_of_a_forced_call(written: str, name: str, arguments: str) -> None:
     def call(tools: list[Any]) -> Any:
         parser = ForcedCallParser(tools)

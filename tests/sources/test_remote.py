@@ -345,7 +345,7 @@ async def test_the_application_shows_an_engine_elsewhere_as_its_own(server: Runn
     source = RemoteSource(server.url, cache=tmp_path)
     chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=40))
     app = MinituiApp(source, chats, Settings(), system="Answer briefly.", known_questions=[], speaker="tutor",
-                     load_codec=load_codec)  # fmt: skip
+                     load_codec=load_codec)
     async with app.run_test(size=(120, 36)) as pilot:
         for _ in range(200):
             await pilot.pause(0.05)

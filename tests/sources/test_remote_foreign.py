@@ -168,7 +168,7 @@ SETTINGS = {"temperature": 0.5, "top_k": 1, "repetition_penalty": 1.5, "frequenc
         ("someone", {"top_k": None, "repetition_penalty": None}), ("sglang", {}), ("vllm", {}), ("minitui", {}),
         ("llamacpp", {"repetition_penalty": "repeat_penalty"}),
     ],
-)  # fmt: skip
+)
 async def test_a_sampling_option_is_sent_or_refused_when_it_is_set(owner: str, unlike: dict[str, str | None]) -> None:
     """`unlike`: the options that this kind of server calls otherwise; None: it has no such option."""
     from minitui.sources.openai import OpenAISource

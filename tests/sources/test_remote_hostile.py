@@ -245,7 +245,7 @@ STEP = [2, 0.1, "step", 0, [], [], [], 1, 0]
         [[1, 0.0, "match", 1, 8, "whole", 8, "of"]],
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_records_that_are_none_are_refused(event: Any) -> None:
     from minitui.sources import remote_checks
 
@@ -261,7 +261,7 @@ def test_records_that_are_none_are_refused(event: Any) -> None:
         ("vocab_size", 1.5), ("model", 7), ("model", "x" * 10_000), ("tokenizer_files", ["a"]), ("began", None),
         ("generation", {"temperature": {"deep": []}}), ("max_model_len", -3), ("device", []),
     ],
-)  # fmt: skip
+)
 def test_facts_that_are_none_are_refused(field: str, value: Any) -> None:
     from minitui.sources import remote_checks
 

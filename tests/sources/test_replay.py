@@ -140,7 +140,7 @@ async def test_it_runs_until_something_happens_and_says_what(event: str) -> None
     kinds = {
         "preemption": "preempt", "eviction": "evict", "hit": "match", "finish": "finish", "admission": "admit",
         "prefill": "step",
-    }  # fmt: skip
+    }
     trace, first = player.source.trace, None
     last_step = -1
     for record in trace.records():
@@ -272,7 +272,7 @@ async def test_a_replay_says_what_was_said_during_the_recording_also_about_pause
             [replace(row, end_seq=0) for row in steps if row is not None],
             [(lane.id, lane.waited_ms, lane.paused_s) for lane in view.history.lanes.lanes.values()],
             [view.history.tokens.stats(lane, view.moment.horizon) for lane in view.history.lanes.lanes.values()],
-        ]  # fmt: skip
+        ]
 
     texts = "\n".join(said(recorded)[0])
     assert "(and 5,000 ms more while the engine was paused or slowed)" in texts

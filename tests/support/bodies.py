@@ -26,7 +26,7 @@ ROUTES = {
     "/minitui/cancel": ('{"tag": "hostile", %s}', ("unknown",)),
     "/minitui/control": ('{"action": "resume", %s}', ("predicate", "unknown")),
     "/ping": ("{%s}", ("unknown",)),
-}  # fmt: skip
+}
 
 
 def filled(text: str, size: int = SIZE) -> str:

@@ -62,7 +62,7 @@ class Case:
 def make(
     lengths: Segments, heads: Heads, dtype: torch.dtype = torch.bfloat16, padding: int = 0, taps: int = 4,
     device: str = "cuda",
-) -> Case:  # fmt: skip
+) -> Case:
     """Every second entry begins with a state, and an entry of one segment writes its state in place."""
     torch.manual_seed(sum(map(sum, lengths)))
     rows: list[tuple[int, int, int, int]] = []
@@ -92,7 +92,7 @@ def make(
     states = StateMeta(
         torch.tensor(padded, dtype=torch.int32, device=device), torch.tensor(bounds, dtype=torch.int32, device=device),
         rows, decodes,
-    )  # fmt: skip
+    )
     g, beta = -2 * torch.rand(tokens, value_heads, device=device), torch.rand(tokens, value_heads, device=device)
     weight = normal(channels, taps)
     return Case(x.to(dtype), g, beta, weight.to(dtype), conv.to(dtype), recurrent, states, rows, bounds, heads)
@@ -107,7 +107,7 @@ def in_a_graph(case: Case, sequences: int, segments: int) -> Case:
     states = StateMeta(
         torch.tensor(rows, dtype=torch.int32, device=device), torch.tensor(bounds, dtype=torch.int32, device=device),
         case.rows, 0,
-    )  # fmt: skip
+    )
     return replace(case, states=states)
 
 

@@ -198,7 +198,7 @@ class FakeSource(Source):
         self.info = EngineInfo(
             model="scripted", device="cpu", dtype="float32", num_blocks=self.runner.num_blocks - 1, block_size=16,
             max_model_len=4096, vocab_size=VOCABULARY, generation={"temperature": 0.0},
-        )  # fmt: skip
+        )
         self._ready.set()
         self._loop = asyncio.get_running_loop().create_task(self._run())
 

@@ -17,7 +17,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64, "rope_theta": 10000.0,
-}  # fmt: skip
+}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 
 
@@ -54,14 +54,14 @@ def _granite(random: Random, layers: int) -> dict[str, Any]:
     return _maybe(
         random, embedding_multiplier=random.choice([12.0, 0.7]), residual_multiplier=0.22, logits_scaling=8.0,
         mlp_bias=True, attention_bias=True, rope_theta=5000.0, rope_scaling=LLAMA3,
-    ) | {"attention_multiplier": random.choice([0.015625, 0.3]), "head_dim": 16}  # fmt: skip
+    ) | {"attention_multiplier": random.choice([0.015625, 0.3]), "head_dim": 16}
 
 
 def _seed_oss(random: Random, layers: int) -> dict[str, Any]:
     return _maybe(
         random, attention_bias=random.random() < 0.5, attention_out_bias=True, mlp_bias=True, rope_theta=1e5,
         rope_scaling=random.choice([YARN, LINEAR]),
-    )  # fmt: skip
+    )
 
 
 def _cwm(random: Random, layers: int) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _ministral3(random: Random, layers: int) -> dict[str, Any]:
         "type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
         "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.3,
         "max_position_embeddings": 128,
-    }  # fmt: skip
+    }
     return {"rope_parameters": scaling, **_maybe(random, sliding_window=9)}
 
 
@@ -125,7 +125,7 @@ def _gemma2(random: Random, layers: int) -> dict[str, Any]:
     fields = _maybe(
         random, attn_logit_softcapping=random.choice([None, 5.0]), final_logit_softcapping=random.choice([None, 3.0]),
         attention_bias=True,
-    )  # fmt: skip
+    )
     fields |= {"query_pre_attn_scalar": random.choice([16, 37]), "sliding_window": 9}
     return fields | _layer_types(random, layers)
 
@@ -147,7 +147,7 @@ def _gemma4_unified(random: Random, layers: int) -> dict[str, Any]:
         random, attention_k_eq_v=True, num_global_key_value_heads=random.choice([None, 1, 2]),
         num_kv_shared_layers=random.randint(0, layers - seen), use_double_wide_mlp=True,
         final_logit_softcapping=random.choice([None, 3.0]), attention_bias=random.random() < 0.3,
-    )  # fmt: skip
+    )
     fields |= {"num_hidden_layers": layers, "layer_types": kinds, "sliding_window": random.choice([3, 9, 11])}
     if random.random() < 0.5:
         whole = {"rope_type": "proportional", "rope_theta": 2e4, "partial_rotary_factor": 0.5, "factor": 2.0}
@@ -181,14 +181,14 @@ def _gated_delta(random: Random, layers: int) -> dict[str, Any]:
         "head_dim": 32, "linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * each,
         "linear_key_head_dim": random.choice([8, 16]), "linear_value_head_dim": random.choice([8, 12]),
         "linear_conv_kernel_dim": random.choice([2, 3, 4]),
-    }  # fmt: skip
+    }
 
 
 def _gated_delta_experts(random: Random, layers: int) -> dict[str, Any]:
     return _gated_delta(random, layers) | {
         "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": random.choice([16, 40]),
-    }  # fmt: skip
+    }
 
 
 def _qwen3_next(random: Random, layers: int) -> dict[str, Any]:
@@ -243,7 +243,7 @@ FAMILIES = {
     "gemma2": _gemma2, "gemma3_text": _gemma3, "stablelm": _stablelm, "starcoder2": _starcoder2, "gpt_oss": _gpt_oss,
     "qwen3_5_text": _gated_delta, "qwen3_5_moe_text": _gated_delta_experts, "qwen3_next": _qwen3_next,
     "gemma4_text": _gemma4, "gemma4_unified_text": _gemma4_unified,
-}  # fmt: skip
+}
 
 
 def checkpoint(kind: str, seed: int, directory: Path, **fields: Any) -> Any:

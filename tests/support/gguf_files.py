@@ -36,7 +36,7 @@ HELD: dict[str, dict[str, Any]] = {
                    "norm_topk_prob": True},
     "gemma4_text": {"attention_bias": False, "rope_parameters": ..., "sliding_window": 9},
     "gemma4_unified_text": {"attention_bias": False, "rope_parameters": ..., "sliding_window": 9},
-}  # fmt: skip
+}
 ARCHITECTURES = {
     "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
     "ministral3": "mistral3", "granite": "granite", "seed_oss": "seed_oss", "smollm3": "smollm3", "phi3": "phi3",
@@ -44,7 +44,7 @@ ARCHITECTURES = {
     "stablelm": "stablelm", "starcoder2": "starcoder2", "gpt_oss": "gpt-oss",
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
     "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4",
-}  # fmt: skip
+}
 
 
 def add_sizes(writer: Any, fields: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ def hostile_app(guard: TerminalGuard | None = None) -> MinituiApp:
     return MinituiApp(
         source, Chats(source), Settings(), system=EVIL, speaker=EVIL, known_questions=[EVIL] * 3,
         load_codec=lambda info: ByteCodec(), guard=guard, script=_dress,
-    )  # fmt: skip
+    )
 
 
 def main() -> None:

@@ -14,16 +14,16 @@ MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 5000.
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
     "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
+}
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-}  # fmt: skip
+}
 VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16,
     "image_size": 28, "patch_size": 14, "embed_dim": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
     "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0],
-}  # fmt: skip
+}
 IMAGES: dict[str, tuple[str, bool, dict[str, Any]]] = {  # name: (model_type, tied embeddings, fields of text_config)
     "gemma3": ("gemma3", True, {"sliding_window": 9, "query_pre_attn_scalar": 16}),
     "gemma4": ("gemma4", True, {"sliding_window": 9, "global_head_dim": 32, "num_kv_shared_layers": 0,

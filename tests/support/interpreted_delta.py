@@ -66,7 +66,7 @@ def _compare(case: Case, graph: bool = False) -> dict[str, Any]:
     state = max(error(recurrent[slot], recurrent_[slot]) for slot in case.written)
     return {
         "conv": error(y[:live], y_[:live]), "out": error(out[:live], out_[:live]), "state": state, "wrong": wrong
-    }  # fmt: skip
+    }
 
 
 def _ends() -> dict[str, Any]:

@@ -49,11 +49,11 @@ def errors(columns: int, group: int, offsets: bool) -> dict[str, float]:
     found = {
         "one": error(one, x.double() @ wide.T + residual.double()), "norm": error(fused, F.silu(gate) * up),
         "expand": error(four_bits.expand(w), wide),
-    }  # fmt: skip
+    }
     width = w.values.shape[-1]
     for form in (
         Form(16, 128, width, 4, 2, scaled=False), Form(16, 128, 32, 4, 2, scaled=True, parts=columns // (4 * width)),
-    ):  # fmt: skip
+    ):
         found[f"few, {form.parts} parts"] = error(four_bits.few(several, w, form).sum(0), several.double() @ wide.T)
     return found
 

@@ -213,7 +213,7 @@ class Driver:
         plan.window_tables = [
             (dealt[:, 0], dealt[:, 1], side.num_blocks - dealt[:, 2])
             for side in self.runner.groups if side.kind == "window"
-        ]  # fmt: skip
+        ]
         if any(side.kind == "state" for side in self.runner.groups):
             ends = np.cumsum(plan.q_lens)
             slots = plan.rows + 1

@@ -104,7 +104,7 @@ def gptq(matrix: torch.Tensor, bits: int = 4, group: int = 16, act_order: bool =
     tensors = {
         "qweight": words(numbers[:, back], bits).t(), "qzeros": words((zeros - int(not newer)).t(), bits),
         "scales": scales.t().half(), "g_idx": (back // group).int(),
-    }  # fmt: skip
+    }
     return {name: each.contiguous() for name, each in tensors.items()}, _dense(numbers, scales, zeros, group)[:, back]
 
 
@@ -234,7 +234,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Store | dict[str, Store]]] = {
         several([(FP8_ROWS, ["re:.*self_attn.*"]), (INT4_GROUPS, ["re:.*mlp.*_proj$"])], ["lm_head"]),
         {"self_attn": lambda m: per_row(m, E4M3), "mlp": pack_quantized},
     ),
-}  # fmt: skip
+}
 
 
 def quantise(model: Any, source: Path, directory: Path, name: str) -> None:

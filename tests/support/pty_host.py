@@ -49,7 +49,7 @@ def main() -> int:
         source, Chats(source), Settings(), system="You explain inference engines. " * 3, speaker="tutor",
         known_questions=["What is a block table?", "What is a radix tree?", "What is a KV cache?"],
         load_codec=lambda info: ByteCodec(), guard=guard,
-    )  # fmt: skip
+    )
     return show(app, guard)
 
 

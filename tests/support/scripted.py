@@ -34,7 +34,7 @@ def scripted(directory: Path, name: str, arguments: dict[str, Any], sentence: st
     config = json.loads((QWEN3 / "configs" / "Qwen3-0.6B.json").read_text()) | {
         "num_hidden_layers": 1, "hidden_size": width, "intermediate_size": neurons, "num_attention_heads": heads,
         "num_key_value_heads": 1, "head_dim": HEAD, "rope_theta": THETA, "torch_dtype": "float32",
-    }  # fmt: skip
+    }
 
     embedding = torch.zeros(config["vocab_size"], width)
     embedding[:, CONSTANT] = LARGE
@@ -65,7 +65,7 @@ def scripted(directory: Path, name: str, arguments: dict[str, Any], sentence: st
         "self_attn.q_norm": torch.full((HEAD,), 10.0), "self_attn.k_norm": torch.full((HEAD,), 10.0),
         "mlp.gate_proj": gate * 100 * LARGE / unit, "mlp.up_proj": up, "mlp.down_proj": down,
         "input_layernorm": torch.ones(width), "post_attention_layernorm": torch.ones(width),
-    }  # fmt: skip
+    }
     tensors = {f"model.layers.0.{part}.weight": tensor for part, tensor in layer.items()}
     tensors |= {"model.embed_tokens.weight": embedding, "model.norm.weight": last}
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})

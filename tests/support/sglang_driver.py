@@ -63,7 +63,7 @@ class Driver:
         params = CacheInitParams(
             disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=self.pool, page_size=page,
             is_eagle=eagle, enable_kv_cache_events=True,
-        )  # fmt: skip
+        )
         if core != "radix":  # what SGLang takes for a model with full attention
             params.tree_components, params.tree_core_backend = (ComponentType.FULL,), core
         self.cache: Any = (RadixCache if core == "radix" else UnifiedRadixCache)(params)

@@ -28,7 +28,7 @@ class SimulatedRunner:
     def __init__(
         self, num_blocks: int, block_size: int, max_rows: int, vocab_size: int = 50, max_blocks: int = 4096,
         echo: bool = False, groups: tuple[SideGroup, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.echo, self.groups = echo, groups
         self.table = np.full((max_rows, max_blocks), -1, np.int64)
         # Of each window group: its block table, and (position, token) of each slot. Of the states: the tokens so far.

@@ -34,7 +34,7 @@ STEP_CLOCKS = ("engine.core.step_clock.now",)
 WATCHES = (
     "minitui.tui.app", "minitui.chat.sessions", "minitui.chat.conversation", "minitui.tui.screens.chat",
     "minitui.teaching.reading",
-)  # fmt: skip
+)
 
 
 class Clock:

@@ -13,7 +13,7 @@ TOOL = {"type": "function", "function": {"name": "now", "parameters": {}}}
 CHATS: dict[str, list[dict[str, Any]]] = {
     "one question": [ASK], "a system prompt": [SYSTEM, ASK], "two turns": [ASK, REPLY, MORE],
     "two questions": [ASK, MORE],
-}  # fmt: skip
+}
 
 
 class Format(NamedTuple):

@@ -135,7 +135,7 @@ class Tape:
         old = [
             [int(id[-8:], 16), n, len(blocks[0]) if blocks else 0, int(id in cached.resumed_req_ids)]
             for id, n, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
-        ]  # fmt: skip
+        ]
         drafts = {int(id[-8:], 16): len(ids) for id, ids in output.scheduled_spec_decode_tokens.items()}
         pairs = [[int(id[-8:], 16), n] for id, n in tokens.items()]
         self._steps += bool(tokens)

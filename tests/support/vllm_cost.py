@@ -70,7 +70,7 @@ def main() -> None:
                 f"{rows} rows: {statistics.median(times[0]):.0f} us a step, recorded {statistics.median(more):+.0f} "
                 f"(mean {statistics.mean(more):+.0f}, SE {statistics.stdev(more) / BLOCKS**0.5:.0f}); the recorder "
                 f"says {statistics.median(own):.1f} (mean {statistics.mean(own):.1f})", flush=True,
-            )  # fmt: skip
+            )
             loads[1].scheduler._recorder.stop()
 
 

@@ -45,7 +45,7 @@ CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128,
     "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 1000,
     "max_position_embeddings": 4096, "torch_dtype": "float32",
-}  # fmt: skip
+}
 
 
 def make_scheduler(
@@ -53,7 +53,7 @@ def make_scheduler(
     asynchronous: bool = False, drafts: int = 0, policy: str = "fcfs", chunked: bool = True, log_stats: bool = True,
     rank: int = 0, groups: str = "", size: int = BLOCK, unit: int = 0, states: str = "align",
     dense: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """Returns vLLM's scheduler, recorded. Its watcher runs, unless a test has replaced minitui.vllm.recorder.Pipe.
 
     `rank`: of a dense model's engine. `groups`: KV cache groups, as "full window:64 state": see `_spec`. `size`: tokens
@@ -64,12 +64,12 @@ def make_scheduler(
     model = ModelConfig(
         model=str(directory), tokenizer=str(directory), skip_tokenizer_init=True, dtype="float32", seed=0,
         max_model_len=4096,
-    )  # fmt: skip
+    )
     schedule = SchedulerConfig(
         max_num_seqs=rows, max_num_batched_tokens=budget if chunked else 4096, max_model_len=4096,
         is_encoder_decoder=False,
         enable_chunked_prefill=chunked, async_scheduling=asynchronous, policy=policy,
-    )  # fmt: skip
+    )
     cache = CacheConfig(block_size=size, enable_prefix_caching=caching)
     cache.mamba_cache_mode = states if caching else "none"
     speculative = None
@@ -78,18 +78,18 @@ def make_scheduler(
     config = VllmConfig(
         model_config=model, cache_config=cache, scheduler_config=schedule, parallel_config=ParallelConfig(),
         device_config=DeviceConfig("cpu"), speculative_config=speculative,
-    )  # fmt: skip
+    )
     config.parallel_config.data_parallel_index = config.parallel_config.data_parallel_rank_local = rank
     cache.num_gpu_blocks = blocks
     specs = [_spec(words, size, cache.mamba_cache_mode, drafts) for words in (groups or "full").split()]
     retains = {} if dense else {
         name: getattr(cache, name) for name in ("prefix_cache_retention_interval",) if hasattr(cache, name)
-    }  # fmt: skip
+    }
     pool = KVCacheConfig(
         num_blocks=blocks, kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)],
         **retains,
-    )  # fmt: skip
+    )
     init_none_hash(sha256)
     sizes = [spec.block_size for spec in specs]
     if caching:
@@ -98,7 +98,7 @@ def make_scheduler(
         vllm_config=config, kv_cache_config=pool, structured_output_manager=StructuredOutputManager(config),
         block_size=math.lcm(*sizes), log_stats=log_stats,
         **({"hash_block_size": unit} if len(sizes) > 1 and unit else {}),
-    )  # fmt: skip
+    )
 
 
 def _spec(words: str, size: int, states: str, drafts: int) -> Any:
@@ -121,7 +121,7 @@ def _spec(words: str, size: int, states: str, drafts: int) -> Any:
     return MambaSpec(
         block_size=size if states == "align" else 4096, shapes=((1,),), dtypes=(torch.float32,),
         mamba_cache_mode=states, num_speculative_blocks=drafts,
-    )  # fmt: skip
+    )
 
 
 class Grammar:
@@ -143,7 +143,7 @@ class Load:
     def __init__(
         self, scheduler: Any, seed: int, in_flight: int = 1, vocabulary: int = 40, drafts: int = 0, longest: int = 0,
         schemas: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`longest`: tokens of the longest prompts; `schemas`: the share of requests with a schema."""
         self.longest, self.schemas = longest, schemas
         self.scheduler, self.random, self.drafts = scheduler, random.Random(seed), drafts
@@ -169,7 +169,7 @@ class Load:
         request = Request(
             request_id=id, prompt_token_ids=prompt, sampling_params=params, pooling_params=None,
             block_hasher=self._hasher, priority=priority, cache_salt=salt,
-        )  # fmt: skip
+        )
         if schema:
             assert request.structured_output_request is not None
             request.structured_output_request.grammar = future = Future()
@@ -232,7 +232,7 @@ class Load:
                 sampled.append([self.sample(id) for _ in range(accepted + 1)])
         return ModelRunnerOutput(
             req_ids=ids, req_id_to_index={id: i for i, id in enumerate(ids)}, sampled_token_ids=sampled,
-        )  # fmt: skip
+        )
 
     def draft(self, ids: list[str]) -> DraftTokenIds:
         """Returns drafts for the next step of these requests."""

@@ -28,7 +28,7 @@ FACTS_EVERY = 40  # steps between two facts about the whole state
 PLAIN = (
     "num_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "vocab_size",
     "prefix_caching", "async_scheduling", "scheduling_policy",
-)  # fmt: skip
+)
 OURS = ("facts", "hooks", "recorder", "scheduler")  # the modules that import vLLM
 
 
@@ -202,7 +202,7 @@ class Played:
             req_ids=[id_of(n) for n, *_ in old], num_computed_tokens=[computed for _, computed, *_ in old],
             new_block_ids=[(tables[id_of(n)][-grown:],) if grown else None for n, _, grown, _ in old],
             resumed_req_ids={id_of(n) for n, *_, resumed in old if resumed},
-        )  # fmt: skip
+        )
         return SimpleNamespace(
             scheduled_new_reqs=[
                 SimpleNamespace(req_id=id_of(n), num_computed_tokens=computed, block_ids=(tables[id_of(n)],))
@@ -211,7 +211,7 @@ class Played:
             scheduled_cached_reqs=cached, num_scheduled_tokens={id_of(n): count for n, count in tokens},
             total_num_scheduled_tokens=sum(count for _, count in tokens),
             scheduled_spec_decode_tokens={id_of(int(n)): [0] * count for n, count in drafts.items()},
-        )  # fmt: skip
+        )
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         self._play()
@@ -219,7 +219,7 @@ class Played:
         rows = [
             SimpleNamespace(request_id=id, new_token_ids=new[id])
             for id in scheduler_output.num_scheduled_tokens if id in new
-        ]  # fmt: skip
+        ]
         return {0: SimpleNamespace(outputs=rows)} if rows else {}
 
     def finish_requests(self) -> None:
@@ -268,7 +268,7 @@ def _config(info: dict[str, Any]) -> Any:
         ),
         load_config=SimpleNamespace(load_format="auto"),
         scheduler_config=SimpleNamespace(async_scheduling=info["async_scheduling"], policy=info["scheduling_policy"]),
-    )  # fmt: skip
+    )
 
 
 SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec")
@@ -289,7 +289,7 @@ def make_scheduler(info: dict[str, Any], pipe: type) -> Any:
         _module("vllm.v1.core.sched"), _module("vllm.v1.core.sched.scheduler", Scheduler=Played),
         _module("vllm.v1.core.sched.async_scheduler", AsyncScheduler=PlayedAsync),
         _module("vllm.v1.kv_cache_interface", **dict.fromkeys(SPECS, Spec)),
-    ])  # fmt: skip
+    ])
     with mock.patch.dict(sys.modules, stubs), mock.patch.dict(vars(package)):  # both are as before afterwards
         for name in OURS:
             sys.modules.pop(f"minitui.vllm.{name}", None)

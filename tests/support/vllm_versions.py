@@ -45,7 +45,7 @@ def install(version: str, place: Path) -> tuple[Path, list[str]]:
     site = next((place / "lib").glob("python*")) / "site-packages"
     (site / "zz_others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     run(python, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", place / "wheel",
-        *(f"--platform={name}" for name in PLATFORMS), f"vllm=={version}")  # fmt: skip
+        *(f"--platform={name}" for name in PLATFORMS), f"vllm=={version}")
     [wheel] = (place / "wheel").glob("vllm-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site, [name for name in archive.namelist() if name.endswith(FILES)])

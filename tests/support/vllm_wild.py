@@ -24,7 +24,7 @@ KINDS: list[dict[str, Any]] = [
     {"asynchronous": True, "policy": "priority"}, {"policy": "priority", "resumed_are_new": True},
     {"drafts": 3}, {"drafts": 3, "policy": "priority", "resumed_are_new": True},
     {"asynchronous": True, "caching": False},
-]  # fmt: skip
+]
 MOST = 60  # requests at once
 
 

@@ -38,7 +38,7 @@ def test_marks_are_there_after_a_restart(tmp_path: Path) -> None:
         '{"version": 1, "lessons": {"x": {}}}', '{"version": 1, "lessons": {"3": {"read": 1, "predicted": {}}}}',
         '{"version": 1, "lessons": {"3": []}}', "[" * 100_000, " " * (1 << 21), b"\xff\xfe",
     ],
-)  # fmt: skip
+)
 def test_a_damaged_file_is_a_fresh_start(tmp_path: Path, content: str | bytes) -> None:
     path = tmp_path / "lessons.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())

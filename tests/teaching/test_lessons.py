@@ -561,27 +561,27 @@ SMALL = Lesson(
         Check("Which?", "tree", "the tree.", lambda stage: "that"),
         Check("Why?", "events", "the events.", lambda stage: "because"),
     ),
-)  # fmt: skip
+)
 
 
 SIDE_BY_SIDE = Lesson(
     3, "Two", "Which?", (Page("Both", "", "runs", "", side_by_side("pool")), Page("Then", "", "step", "", greet)),
     greet, SMALL.checks, {"kv_blocks": 77},
-)  # fmt: skip
+)
 
 
 class Classroom:
     def __init__(
         self, size: tuple[int, int], loaded: bool = True, progress: LessonProgress | None = None,
         lesson: Lesson | None = None, notifications: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.source = FakeSource(loads_at_once=loaded)
         self.restarts: list[dict[str, Any]] = []
         chats = Chats(self.source, sampling=sampling(20))
         self.app = LessonApp(
             self.source, chats, Settings(), system="short", load_codec=lambda info: ByteCodec(), lesson=lesson or SMALL,
             restart=self.restart, progress=progress,
-        )  # fmt: skip
+        )
         self.running = self.app.run_test(size=size, notifications=notifications)
 
     async def restart(self, options: dict[str, Any]) -> None:

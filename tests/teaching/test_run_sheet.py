@@ -73,7 +73,7 @@ def test_a_run_sheet_is_read(tmp_path: Path) -> None:
     ('title = "A class"', "title = A class", "Invalid value .at line 1"),
     (GOOD, 'title = "x"', "scene: there are 0: a run sheet has 1 to 100"),
     (GOOD, "x" * (65 << 10), "larger than 64 KiB"),
-])  # fmt: skip
+])
 def test_a_bad_run_sheet_is_refused_with_its_line_and_field(tmp_path: Path, old: str, new: str, said: str) -> None:
     assert GOOD.count(old) == 1
     with pytest.raises(EngineError, match=said):
@@ -108,7 +108,7 @@ def test_answers_are_exported_and_steps_are_told_until_the_next_scene(tmp_path: 
     asked = {"question": "=1+1", "choices": ["r1", "r2"], "counts": [3, 40], "phones": 60}
     for number, step in ((1, -1), (2, 20)):
         file.scenes.append({"number": number, "title": f"T{number}", "began_s": 0, "recording": path, "step": step,
-                            "answers": [asked] if number == 1 else []})  # fmt: skip
+                            "answers": [asked] if number == 1 else []})
     file.scenes.append({"number": 3, "title": "T3", "began_s": 9, "recording": "", "step": -1, "answers": []})
     file.save()
     again = ClassFile(tmp_path, "paging")

@@ -299,7 +299,7 @@ async def test_a_recorded_demo_knows_its_chats_in_the_files_of_all_its_engines(t
     await print_demo(
         Demo("two engines", twice, 8), source, "Answer.", sampling(8), load=lambda info: ByteCodec(),
         restart=source.reconfigure,
-    )  # fmt: skip
+    )
     for name, chat in (("demo.trace", "#1 engine 1"), ("demo.2.trace", "#2 engine 2")):
         reader = TraceReader(tmp_path / name)
         asked = [record[4] for record in reader.records() if record[2] == "submit"]

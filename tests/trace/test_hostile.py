@@ -36,7 +36,7 @@ REAL = [GOLDEN, *bundled().values()]
 WRONG = (
     None, True, "x", "", -1, 1 << 40, 1 << 80, 10**400, 1.5, float("nan"), float("inf"), 1e300, [], [[]], {}, {"a": 1},
     [None], ["x"], [-1], [1 << 70],
-)  # fmt: skip
+)
 Lines = list[Any]
 
 
@@ -123,7 +123,7 @@ def small_trace() -> Lines:
         [t, "comm", step, 2, 0.5], [t, "experts", step, [[0, [1, 2]], [1, [3, 4]]]], [t, "order", []],
         [t, "refuse", "chat", "too long"], [t, "withdraw", step, []], [t, "pace", 2.0], [t, "gate", "open", ""],
         [t, "draft", step + 1, []], [t, "accept", step, []], [t, "fail", step, "error"],
-    ]  # fmt: skip
+    ]
     first = keyframe[1] + 1
     small = [line for line in lines if line[0] in "wnbe"]
     return [head, keyframe, *small, *(["r", first + i, [row]] for i, row in enumerate(rows)), ["n", {"a": "b"}]]
@@ -196,7 +196,7 @@ KEYFRAMES: dict[str, Callable[[dict[str, Any]], object]] = {
     "more free blocks than the pool has": lambda snapshot: snapshot.update(free=[[1, 2_000_000_000]]),
     "a run of three numbers": lambda snapshot: snapshot.update(free=[[1, 2, 3]]),
     "a block that is free twice": lambda snapshot: snapshot.update(free=[1, *range(1, snapshot["num_blocks"] - 1)]),
-}  # fmt: skip
+}
 
 
 BOMBS: dict[str, Callable[[], bytes]] = {  # made by the test that needs them: each takes tenths of a second

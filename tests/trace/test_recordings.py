@@ -87,4 +87,4 @@ async def test_nothing_is_written_to_what_comes_along(shelf: Path, monkeypatch: 
     assert run_export("gpu-run", "md", None, None, "120x36", None).resolve() == elsewhere / "gpu-run.md"
     assert (shelf / "gpu-run.trace").read_bytes() == before and sorted(p.name for p in shelf.iterdir()) == [
         "elsewhere", "gpu-run.trace"
-    ]  # fmt: skip
+    ]

@@ -34,7 +34,7 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
     app = ClassApp(
         source, Chats(source, sampling=Sampling(temperature=0.0)), Settings(), system=choice.system,
         load_codec=load_codec, sheet=sheet, file=file, restart=restart, beat=0.001, clock=lambda: minute[0] * 60,
-    )  # fmt: skip
+    )
     polls: list[str] = []
     async with app.run_test(size=(120, 40)) as pilot:
         for number, scene in enumerate(sheet.scenes):

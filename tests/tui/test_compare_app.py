@@ -84,7 +84,7 @@ async def test_a_contrast_runs_in_the_application_is_saved_and_opens_again(tmp_p
     app = CompareApp(
         source, Chats(source, sampling=sampling(8)), Settings(), system="Answer.", load_codec=lambda info: ByteCodec(),
         script=script,
-    )  # fmt: skip
+    )
     async with app.run_test(size=(120, 40)) as pilot:
         await until(pilot, lambda: app.save is not None or "stopped" in app.story)
         shown = Comparison.of(app.view)
@@ -117,7 +117,7 @@ async def test_a_demo_of_two_settings_ends_with_both_runs_side_by_side() -> None
     app = DemoApp(
         source, Chats(source, sampling=sampling(30)), Settings(), system="Answer.", load_codec=lambda info: ByteCodec(),
         script=script,
-    )  # fmt: skip
+    )
     async with app.run_test(size=(100, 30)) as pilot:
         await until(pilot, lambda: "q to quit" in app.story or "stopped" in app.story)
         await press(pilot, "k")

@@ -148,7 +148,7 @@ def test_events_steps_and_stories_name_a_request_with_its_chat_in_its_colour() -
     for rows, request in (
         (Events().picture(view, 120, 60).rows, event.request), (StepBar().picture(view, 120, 2).rows, chunk),
         (story_lines(view, "step", step, 80), chunk), (story_lines(view, "block", block, 80), holder),
-    ):  # fmt: skip
+    ):
         label, colour = view.texts.request(request), owner_style(view.texts.colour(lanes[request].group))
         assert label.startswith("#") and colour in style_of(rows, label).split()
     quoted = "r1: “r1 and r2” evicted, r1000000 and #3·r1"
@@ -265,7 +265,7 @@ def test_the_branches_of_a_split_and_an_evicted_text_move_for_a_moment_and_end_a
     view.fold([
         (1, 0.0, "submit", 1, "a", 8, 30), (2, 0.0, "admit", 1, 0, "new"), (3, 0.0, "alloc", 1, [1, 2]),
         (4, 0.0, "insert", 1, 0, 1, list(range(8)), [1, 2], -1),
-    ])  # fmt: skip
+    ])
     view.frame(10.0)
     panel = RadixTree()
     assert plain(panel.picture(view, 80, 12).rows[1]).strip() and not panel.moving

@@ -41,7 +41,7 @@ async def live(size: tuple[int, int]) -> AsyncIterator[tuple[MinituiApp, Pilot[A
     app = MinituiApp(
         source, Chats(source), Settings(), system="You are brief. " * 6, known_questions=["What is a block?"],
         load_codec=lambda info: ByteCodec(),
-    )  # fmt: skip
+    )
     async with app.run_test(size=size, notifications=True) as pilot:
         await until(pilot, lambda: app.feed.live)
         for number in range(4):

@@ -28,7 +28,7 @@ def shown_panels(app: Any) -> list[LinePanel]:
     return [
         panel for panel in app.screen.query(LinePanel)
         if panel.id != "details" and panel.size.area and all(node.display for node in panel.ancestors_with_self)
-    ]  # fmt: skip
+    ]
 
 
 def moment_of(view: View) -> tuple[int, int]:

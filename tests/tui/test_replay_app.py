@@ -316,7 +316,7 @@ async def test_a_demo_plays_in_the_application() -> None:
     app = MinituiApp(
         source, Chats(source, sampling=sampling(24)), Settings(), system=system,
         load_codec=lambda info: ByteCodec(), script=lambda app: play_in_app(demo, app, None, 0.0),
-    )  # fmt: skip
+    )
     async with app.run_test(size=(100, 30)) as pilot:
         await until(pilot, lambda: "q to quit" in app.story)
         assert "saved" in app.story and "q to quit" in text_of(app).replace("\n", " ")

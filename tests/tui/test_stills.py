@@ -38,7 +38,7 @@ async def test_chats_look_as_they_did(size: tuple[int, int]) -> None:
         app = MinituiApp(
             source, Chats(source), Settings(), system=SYSTEM, known_questions=QUESTIONS, speaker="tutor",
             load_codec=lambda info: ByteCodec(),
-        )  # fmt: skip
+        )
         async with app.run_test(size=size) as pilot:
             await until(app, lambda: app.progress is None and app.feed.live)
 

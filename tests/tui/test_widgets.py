@@ -128,7 +128,7 @@ BOARDS = [
         ),
         "drawn with seed 1: “ the”", 0,
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.title)
@@ -342,7 +342,7 @@ def test_the_legends_counts_sum_to_the_allocators():
     assert counts == {
         "active": allocator.num_active, "shared": allocator.num_shared, "cached": allocator.num_cached,
         "free": allocator.num_free,
-    }  # fmt: skip
+    }
     assert sum(counts.values()) == allocator.total
 
 
@@ -442,7 +442,7 @@ def test_44_000_blocks_2_000_nodes_and_256_requests_are_shown_truly():
     assert len(stress.cache.tree.nodes) > 2000 and len(stress.scheduler.running) > 200
     assert view.moment.shown.counts == (
         allocator.num_free, allocator.num_active, allocator.num_shared, allocator.num_cached,
-    )  # fmt: skip
+    )
     view.lit = frozenset()
     widget = BlockMap()
     shown = half_cells(widget, view, 90, 20)
@@ -453,7 +453,7 @@ def test_44_000_blocks_2_000_nodes_and_256_requests_are_shown_truly():
             SHARED if allocator.holders(b) > 1 else ACTIVE if allocator.holders(b) else
             CACHED if allocator.in_tree(b) else FREE
             for b in range(1 + cell * g.k, min(g.blocks, (cell + 1) * g.k) + 1)
-        ]  # fmt: skip
+        ]
         assert inside.count(shown[cell]) == max(map(inside.count, range(4)))
     tree = body(TreeTable(), view, 110, 30)
     hidden = int(re.search(r"\+([\d,]+) nodes", tree[-1]).group(1).replace(",", ""))

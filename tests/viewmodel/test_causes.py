@@ -25,7 +25,7 @@ from minitui.viewmodel.view import View
 NAMES = {  # the kind of a stall -> the cause
     "gc": "garbage collection", "program": "another program on the core", "stop": "process stopped", "plan": "plan",
     "launch": "launch", "emit": "output and commands", "commit": "commit of previous step {}", "device": "device",
-}  # fmt: skip
+}
 LIVE = Load(blocks=600, chats=6, rows=6, budget=512, context=2048, reply=(60, 160), turns=3, think=0.05, paste=0.3)
 BASE, ROW, TOKEN, KEY = 3.0, 0.05, 0.1, 0.0004  # ms of the simulated device
 

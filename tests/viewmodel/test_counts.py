@@ -40,11 +40,11 @@ from tests.support.traces import beginning
 RECORDINGS = {
     "golden": GOLDEN, "small-pool": bundled()["small-pool"],
     **{name: beginning(name) for name in ("h200-8b", "vllm-8b")},
-}  # fmt: skip
+}
 PANELS = {
     "events": Events, "lanes": BatchLanes, "requests": RequestTable, "timings": StepTimings, "trends": TrendCharts,
     "tree": RadixTree, "vitals": Vitals,
-}  # fmt: skip
+}
 HEIGHTS = {"timings": 12}  # a larger panel shows charts
 
 
@@ -231,7 +231,7 @@ def test_chunks_end_within_their_prompt_or_the_reply_so_far(at_end: Shown) -> No
         found for step in range(at_end.view.history.steps.begin, at_end.view.moment.horizon + 1)
         for _, text in tell(at_end.view, "step", step).lines
         for found in re.findall(r"^r(\d+): tokens ([\d,]+) to ([\d,]+)(?: of ([\d,]+))?(; samples)?", text)
-    ]  # fmt: skip
+    ]
     for request, _, last, total, samples in chunks:
         assert total or int(request) in resumed
         end, whole = (int(number.replace(",", "") or 0) for number in (last, total))

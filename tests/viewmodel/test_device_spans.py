@@ -93,5 +93,5 @@ def test_the_place_is_almost_known_in_a_recording_and_the_same_in_every_window(n
         alone = [span for span in everything if first + 1 <= span.step <= first + 3]
         assert [span for span in line.device(first, first + 3) if span.step > first] == alone
     times = {kind: sum(span.end - span.begin for span in everything if (span.kind == PERHAPS) == kind)
-             for kind in (True, False)}  # fmt: skip
+             for kind in (True, False)}
     assert times[True] < 0.05 * times[False]

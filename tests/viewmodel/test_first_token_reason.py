@@ -82,7 +82,7 @@ def delayed_run(at: str) -> tuple[View, int]:
         (lane.id, begin + length // 2)
         for lane in folded(load, records).history.lanes.ended if lane.submitted_step > 150
         for code, begin, end in lane.spans if code == phase and end - begin >= length
-    )  # fmt: skip
+    )
     changed: list[Any] = []
     later = 0.0
     for record in records:

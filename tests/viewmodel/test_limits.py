@@ -31,7 +31,7 @@ def replayed(name: str) -> View:
 
 
 def recorded(work: float, wait: float, delayed: float | None, read: Callable[[int], bool] = lambda step: True,
-             name: str = "small-pool") -> View:  # fmt: skip
+             name: str = "small-pool") -> View:
     """A recording in which each step's host works for `work` ms and waits for `wait` ms; `delayed` of both is the time
     in which another program had the core. `read`: the steps that have it."""
     reader, view = TraceReader(find_trace(name)), View()
@@ -82,7 +82,7 @@ WITHOUT = "apart from that, "
          ["other programs limit the speed: they had the core for 70 % of the time",
           "else, the device limits the speed: the host waits for it 100 % of the rest"]),
     ],
-)  # fmt: skip
+)
 def test_other_programs_are_told_from_the_host_and_the_device(
     work: float, wait: float, delayed: float | None, by: list[str | None], words: list[str], brief: list[str] | None
 ) -> None:
@@ -107,7 +107,7 @@ def test_steps_that_launch_prompts_and_the_others_have_their_number_and_share_of
     device, host = found = summary_json(view)["limits"]
     assert [(one["by"], one["steps"]) for one in found] == [
         ("device", "launching no prompts"), ("host", "launching prompts"),
-    ]  # fmt: skip
+    ]
     assert device["number_of_steps"] + host["number_of_steps"] == 743
     assert device["share_of_time"] + host["share_of_time"] == pytest.approx(1.0, abs=1e-4)
     assert device["share_of_time"] > host["share_of_time"]  # what matters most is first
@@ -128,4 +128,4 @@ def test_steps_that_launch_prompts_and_the_others_have_their_number_and_share_of
     rows = drawn(StepTimings(), view, 56, 9)
     assert [row.rstrip() for row in rows[-2:]] == [
         "the device limits steps that launch no prompts", "the host limits the speed of steps that launch prompts",
-    ]  # fmt: skip
+    ]

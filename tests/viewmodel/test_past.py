@@ -44,7 +44,7 @@ def test_the_past_says_what_the_live_picture_said_at_that_step(name: str) -> Non
         return [
             [tell(view, *what) for what in asked], Requests().figures(view), view.history.events.count_to(state.seq),
             line.host(*steps), line.device(*steps), sorted(line.request(lane, *steps) for lane in lanes),
-        ]  # fmt: skip
+        ]
 
     whole = view_of(records)
     rows = [whole.history.steps.get(step) for step in range(reader.step_before + 4, reader.last_step)]

@@ -132,7 +132,7 @@ def test_tokens_and_gaps_are_those_that_the_engine_emitted(kind: str) -> None:
             expected = truth.emitted.get(request.id, [])
             found = view.history.tokens.arrivals(lane, view.moment.horizon)
             assert [s for s, a, b in zip(found.steps, found.first, found.last, strict=True) for _ in range(a, b + 1)] \
-                == expected, (seed, request.id)  # fmt: skip
+                == expected, (seed, request.id)
             assert found.first.tolist() == [expected.index(step) + 1 for step in dict.fromkeys(expected)]
             stats, gaps = view.history.tokens.stats(lane, view.moment.horizon), gaps_of(expected, arrived)
             assert stats is not None and (stats.tokens, stats.count) == (len(expected), len(gaps))

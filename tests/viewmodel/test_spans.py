@@ -34,7 +34,7 @@ Truth = list[tuple[str, float, float]]  # kind, begin and end in ms of the clock
 def played(
     monkeypatch: pytest.MonkeyPatch, overlap: bool, *, pause_s: float = 0.0, idle_s: float = 0.0,
     computed: list[tuple[float, float]] | None = None, vary: random.Random | None = None,
-) -> tuple[list[Record], Truth]:  # fmt: skip
+) -> tuple[list[Record], Truth]:
     """Returns the records of two requests, one after the other, and what the host really did. `computed` gets the times
     at which the device began and ended each step. `vary`: launches and computations take different times."""
     runner = Timed(monkeypatch)
@@ -197,14 +197,14 @@ def test_pauses_end_with_their_step_and_a_stop_is_a_moment(monkeypatch: pytest.M
         (*r[:10], 1_000_000, 2_000_000, 3) if r[2] == "parts" and r[3] == 4 else
         (*r[:10], 0, None, 0) if r[2] == "parts" else r
         for r in played(monkeypatch, False)[0]
-    ]  # fmt: skip
+    ]
     steps, _ = folded(records)
     line = Timeline(steps, steps.last)
     arrival = line.arrived(4)
     assert line.pauses(line.first, line.last) == [
         Span("delayed", 4, arrival - 3_000, arrival - 1_000, 2_000), Span("gc", 4, arrival - 1_000, arrival, 1_000),
         Span("stop", 4, arrival, arrival, 0.0),
-    ]  # fmt: skip
+    ]
 
 
 def test_the_steps_of_a_window_are_the_steps_with_spans_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_the_export_for_perfetto_has_exactly_the_spans_of_the_view(name: str, tm
     exported = {
         (e["pid"], e["tid"], e["name"].split(" +")[0], e["args"]["step"], e["ts"], e["dur"])
         for e in events if e["ph"] == "X" and "step" in e["args"]
-    }  # fmt: skip
+    }
     reader = TraceReader(path)
     origin = 1e3 * (reader.part(0).snapshot["t"] or next(reader.records())[1])
 
@@ -251,7 +251,7 @@ def test_the_export_for_perfetto_has_exactly_the_spans_of_the_view(name: str, tm
             (pid, tid, f"step {s.step} · {s.kind}" if pid == DEVICE else NAMES.get(s.kind, s.kind), s.step,
              us(s.begin), round(us(s.end) - us(s.begin), 3))
             for s in spans if us(s.end) > us(s.begin)
-        }  # fmt: skip
+        }
 
     shown = slices(HOST, STAGES, line.host(line.first, line.last))
     shown |= slices(HOST, PAUSES, line.pauses(line.first, line.last))

@@ -66,7 +66,7 @@ def test_counts_codes_and_tables_equal_the_allocators(load, seed):
     stress.cache.check(stress.scheduler.requests.values())
     assert view.moment.shown.counts == (
         allocator.num_free, allocator.num_active, allocator.num_shared, allocator.num_cached,
-    )  # fmt: skip
+    )
     codes = view.moment.shown.codes
     for block in range(1, load.blocks + 1):
         holders = allocator.holders(block)
@@ -451,7 +451,7 @@ def test_the_story_of_a_block_leads_to_its_holders_tokens_and_node():
     for kind, id in (
         ("request", request.id), ("group", request.group), ("node", view.moment.shown.state.node_of[block]),
         ("step", view.history.steps.last), ("request", 10**6), ("node", 10**6), ("step", 10**6),
-    ):  # fmt: skip
+    ):
         story = tell(view, kind, id)
         assert story.title and story.lines
 

@@ -29,7 +29,7 @@ KINDS: list[dict[str, Any]] = [
     {"groups": "full state", "blocks": 120, "drafts": 3}, {"groups": "full chunks:64", "blocks": 120},
     {"groups": "full:32 window:64:16", "blocks": 120}, {"groups": "full full window:40 state", "blocks": 200},
     {"groups": "full state", "caching": False, "blocks": 120, "asynchronous": True},
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_every_count_table_hit_and_cached_block_of_each_group_is_vllms(make, opt
         {"groups": "window:64 full", "blocks": 150},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_after_lost_messages_all_groups_are_vllms_again(make, options):
     scheduler, load, pipe = make(**options)
     for i in range(1, 7):

@@ -56,7 +56,7 @@ def stored(hashes: list[Any], parent: Any = None, first: int = 100, **fields: An
     """Returns an event as vLLM sends it, with 4 tokens in each block: 100, 101, …"""
     ids = list(range(first, first + 4 * len(hashes)))
     event = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent, "token_ids": ids,
-             "block_size": 4, "lora_id": None, "medium": "GPU", "lora_name": None}  # fmt: skip
+             "block_size": 4, "lora_id": None, "medium": "GPU", "lora_name": None}
     return {**event, **fields}
 
 
@@ -242,7 +242,7 @@ async def test_a_restart_shows_when_the_server_returns_even_if_the_numbers_fit()
 @pytest.mark.parametrize(
     "frames", [[b""], [b"", b"x" * 8], [b"", b"x" * 7, b""], [b"", b"x" * 9, b""], [b"t" * 5_000_000, bytes(8), b""]],
     ids=["one", "two", "short number", "long number", "more than the limit"],
-)  # fmt: skip
+)
 async def test_frames_that_are_not_valid_are_counted_and_end_nothing(frames: list[bytes]) -> None:
     async with attached(False) as (publisher, source, _):
         await publisher.publish(stored([1]))
@@ -260,7 +260,7 @@ async def test_frames_that_are_not_valid_are_counted_and_end_nothing(frames: lis
      (b"\3\0\0\0\0\0\x10\0\0" + bytes(1 << 20), "it has more than 4,194,304 bytes"),
      (b"\2" + b"\xff" * 8, "it has more than 4,194,304 bytes")],
     ids=["parts", "long parts", "bytes", "announced bytes"],
-)  # fmt: skip
+)
 async def test_a_message_without_end_is_refused_before_it_takes_memory(frames: bytes, why: str) -> None:
     """libzmq waits for the last part without any limit. Here the publisher cannot send more than minitui reads."""
     sent = [0]
@@ -367,7 +367,7 @@ async def test_kv_events_are_found_on_the_usual_ports(monkeypatch: pytest.Monkey
         msgpack.packb([1.0, [stored([1], token_ids=[1 << 40] * 4)]]), msgpack.packb([1.0, [stored([1], block_size=0)]]),
         msgpack.packb([float("nan"), []]), msgpack.packb([1.0, [stored([1], block_hashes=[{}])]]), b"\x91" * 5000,
     ],
-)  # fmt: skip
+)
 async def test_a_message_that_is_not_valid_ends_nothing(payload: bytes) -> None:
     with pytest.raises(ValueError):
         list(read(payload)[1])
@@ -384,7 +384,7 @@ def test_what_the_tree_does_not_show_is_counted() -> None:
     events = [
         stored([1], medium="CPU"), stored([2], group_idx=1), {"type": "New"}, stored([3], parent=99),
         stored([4, 5, 6, 7]), stored([8], token_ids=[1]),
-    ]  # fmt: skip
+    ]
     tree.take(0.0, list(read(msgpack.packb([1.0, events]))[1]))
     assert sum(tree.left_out.values()) == 6 and len(tree.left_out) == 6 and len(tree) == 0
 
@@ -417,7 +417,7 @@ def test_blocks_of_other_groups_are_kept_for_the_texts_of_the_tree() -> None:
     [{"group_idx": -1}, {"group_idx": 64}, {"group_idx": "1"}, {"group_idx": True}, {"kv_cache_spec_kind": "x" * 41},
      {"kv_cache_spec_kind": 1}, {"kv_cache_spec_sliding_window": -1}, {"kv_cache_spec_sliding_window": 1 << 40}],
     ids=str,
-)  # fmt: skip
+)
 def test_a_group_that_is_not_valid_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no valid KV cache group"):
         list(read(msgpack.packb([1.0, [stored([1], **wrong)]]))[1])
@@ -608,7 +608,7 @@ async def test_vllms_own_publishers_of_two_ranks_are_found_and_read(monkeypatch:
             stored = BlockStored(
                 block_hashes=[b"1"], parent_block_hash=None, token_ids=tokens(100 * rank, 4), block_size=4,
                 lora_id=None, medium="GPU", lora_name=None,
-            )  # fmt: skip
+            )
             publisher.publish(KVEventBatch(ts=1.0, events=[stored]))
         for rank in range(2):
             source = KvSource(api.url, f"tcp://127.0.0.1:{port + rank},{port + 2 + rank}", tokenizer=str(model_dir()))

@@ -87,7 +87,7 @@ LINES: list[tuple[str, int, list[int]]] = [
     ("serve m --data-parallel-size 4 --nnodes 2", 8000, [8001, 8002]),
     ("serve m -dp 4 --data-parallel-rank 2 --port 8010", 8010, [8011]), ("serve m -dp 2 -dpe", 8000, [8001]),
     ("serve m -dp 4 -dpl 2 -dpm", 8000, [8002]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("line", "api", "telemetry"), LINES)
@@ -184,7 +184,7 @@ INFO = {
     "engine": "vLLM 0.0", "model": "tutor", "tokenizer": str(model_dir()), "revision": None, "num_blocks": 30,
     "block_size": 16, "max_num_batched_tokens": 128, "max_num_seqs": 4, "max_model_len": 400, "vocab_size": 8192,
     "prefix_caching": True, "generation": {}, "rank": 0, "api_port": 8000,
-}  # fmt: skip
+}
 
 
 @contextlib.asynccontextmanager
@@ -352,7 +352,7 @@ async def test_vllm_is_a_replica_beside_servers_of_other_kinds(tmp_path: Path) -
         {"telemetry_port": None},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_facts_that_are_not_valid_name_no_engine(wrong: dict[str, Any]) -> None:
     from minitui.sources.vllm import _engine
 
@@ -480,11 +480,11 @@ def test_the_recording_is_closed_when_vllm_is_killed(tmp_path: Path, killed: str
          ["minitui shows this engine at http://127.0.0.2:{port}",
           "minitui's recording ends: /dev/full cannot be written: No space left on device"]),
     ],
-)  # fmt: skip
+)
 async def test_a_mistake_of_the_operator_is_one_line(
     variables: dict[str, str], lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
     from minitui.vllm.watcher import Watcher, reason_of
 
@@ -542,7 +542,7 @@ BROUGHT = {  # packages that vLLM 0.33's requirements bring (tests/support/vllm_
     "opentelemetry-api", "opentelemetry-sdk", "opentelemetry-semantic-conventions", "orjson", "prometheus-client",
     "pydantic", "pydantic-core", "python-multipart", "sniffio", "starlette", "tokenizers", "typing-extensions",
     "typing-inspection", "uvicorn",
-}  # fmt: skip
+}
 
 
 def test_vllm_brings_all_that_the_recorder_and_its_watcher_import() -> None:

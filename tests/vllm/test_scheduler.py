@@ -29,7 +29,7 @@ KINDS = [
     {"policy": "priority"}, {"policy": "priority", "asynchronous": True}, {"chunked": False},
     {"blocks": 400, "rows": 32, "budget": 512, "asynchronous": True},
     {"blocks": 300, "longest": 3000, "asynchronous": True}, {"schemas": 0.4}, {"schemas": 0.4, "asynchronous": True},
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -297,7 +297,7 @@ def test_a_request_that_gets_more_input_ends_the_recording_and_not_vllm(make, sa
         scheduler.add_request(Request(
             request_id="chatcmpl-00000fff", prompt_token_ids=[1, 2, 3], sampling_params=SamplingParams(max_tokens=2),
             pooling_params=None, block_hasher=load._hasher, resumable=not last,
-        ))  # fmt: skip
+        ))
     load.run(40)
     load.finish()
     assert scheduler._recorder is None
@@ -320,7 +320,7 @@ def watched(monkeypatch, tmp_path):
         process for process in psutil.process_iter(["cmdline"])
         if "minitui.vllm.watcher" in (process.info["cmdline"] or ()) and process.ppid() != os.getpid()
         and process.environ().get("MINITUI_VLLM_CHECK") == str(report)
-    ], 60)  # fmt: skip
+    ], 60)
     wait_for(report.exists, 60)
     return scheduler, watcher, report
 

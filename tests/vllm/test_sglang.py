@@ -90,7 +90,7 @@ async def test_sglang_says_where_it_publishes() -> None:
     context, port = zmq.asyncio.Context.instance(), free_ports(4)
     api = Sglang()
     api.told = {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": port, "topic": "", "block_size": 16,
-                "dp_size": 1, "load_endpoint_port_base": port + 1, "replay_endpoint_port_base": port + 3}  # fmt: skip
+                "dp_size": 1, "load_endpoint_port_base": port + 1, "replay_endpoint_port_base": port + 3}
     await api.start()
     try:
         with contextlib.ExitStack() as held:

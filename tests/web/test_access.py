@@ -113,7 +113,7 @@ SOCKETS = [  # (token, Host, Origin or None, status)
     (TYPIST + "x", HERE, f"http://{HERE}", 403),
     ("%ED%A0%80%FF", HERE, f"http://{HERE}", 403),
     ("..%2f..%2fetc%2fpasswd", HERE, f"http://{HERE}", 403),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("token, host, origin, status", SOCKETS)
@@ -135,7 +135,7 @@ async def test_a_socket_needs_the_printed_address_its_origin_and_the_token(
     (f"/?token=x&token={TYPIST}", 403), ("/ws", 404), ("/ws/", 404), ("/static/js/textual.js", 200),
     ("/static/", 403), ("/static/../server.py", 404), ("/static/%2e%2e/server.py", 404),
     ("/static//etc/passwd", 404), ("/download/x", 404),
-])  # fmt: skip
+])
 async def test_a_page_needs_the_token_and_does_not_leak_it(path: str, status: int) -> None:
     site = Heard()
     async with served(site) as port:
@@ -158,7 +158,7 @@ def test_the_names_of_the_printed_address() -> None:
         "0.0.0.0": {"localhost": True, own: True, "10.0.0.7": True, "fe80::1": True, "10.0.0.7.evil.com": False},
         "10.0.0.7": {"10.0.0.7": True, "localhost": False, "10.0.0.8": False, "evil.com": False},
         "Desk.local.": {"desk.local": True, "desk.local.evil.com": False, "localhost": False},
-    }  # fmt: skip
+    }
     for host, names in table.items():
         assert {name: is_served(name, host) for name in names} == names, host
 
@@ -283,7 +283,7 @@ def test_the_command_itself_ends_with_its_parent(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "minitui", "tail"]  # would wait for questions
     environment[VARIABLE] = str(read)
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                               pass_fds=[read], env=environment)  # fmt: skip
+                               pass_fds=[read], env=environment)
     try:
         os.close(read)
         os.close(write)
@@ -317,7 +317,7 @@ async def test_a_tab_that_cannot_begin_says_why_and_a_closed_one_ends_its_applic
         assert (await tab.receive(40)).data == b"drawn"
         family = psutil.Process().children()
         for message in (["stdin", "héllo"], ["resize", {"width": 10**9, "height": 1}], ["resize", {"width": "x"}],
-                        ["stdin", 5], ["focus"]):  # fmt: skip
+                        ["stdin", 5], ["focus"]):
             await tab.send_json(message)
         got = [(await tab.receive(40)).data for _ in range(3)]
         assert got[0] == "D héllo".encode() and json.loads(got[1][2:]) == {"type": "resize", "width": 1000, "height": 5}
@@ -389,10 +389,10 @@ async def test_a_page_of_another_origin_drives_nothing_and_our_own_page_does(ser
             "--disable-background-networking", "--disable-component-update", "--disable-sync",
             "--disable-dev-shm-usage", "--remote-debugging-port=0", f"--user-data-dir={tmp_path / 'profile'}",
             f"http://localhost:{listening.getsockname()[1]}/",
-        ]  # fmt: skip
+        ]
         browser = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )  # fmt: skip
+        )
         try:
             async with asyncio.timeout(90):
                 tried = await told

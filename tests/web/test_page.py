@@ -124,7 +124,7 @@ async def test_a_phone_has_buttons_that_press_keys_and_nothing_of_the_terminal_i
 
         for width, height, phone in ((390, 844, True), (844, 390, True), (1200, 760, False)):
             await page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, mobile=phone,
-                            deviceScaleFactor=3 if phone else 1)  # fmt: skip
+                            deviceScaleFactor=3 if phone else 1)
             await page.call("Emulation.setTouchEmulationEnabled", enabled=phone)
             await page.open(url)
             await page.until("ready")

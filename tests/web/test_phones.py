@@ -90,7 +90,7 @@ async def test_one_vote_for_each_phone_and_the_newest_counts(monkeypatch: pytest
     ({"number": 7, "choice": 0}, {"Cookie": "phone=abc.def"}, 403),
     ({"number": 7, "choice": 0}, {"Cookie": "phone=."}, 403),
     ({"number": 7, "choice": 0}, {"Host": "other.example"}, 403),
-])  # fmt: skip
+])
 async def test_a_vote_that_is_none_is_refused(body: Any, headers: dict[str, str], status: int) -> None:
     async with classroom() as (application, client, _):
         application._published(state(7))

@@ -77,7 +77,7 @@ class Browser:
     async def enter(self) -> None:
         for kind in ("keyDown", "keyUp"):
             await self.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r",
-                            windowsVirtualKeyCode=13)  # fmt: skip
+                            windowsVirtualKeyCode=13)
 
     @property
     def words(self) -> str:
@@ -103,7 +103,7 @@ async def browser(url: str, profile: Path) -> AsyncIterator[Browser]:
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
         "--remote-debugging-port=0", f"--user-data-dir={profile}", "--window-size=1200,760", "about:blank",
-    ]  # fmt: skip
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         port_file = profile / "DevToolsActivePort"
@@ -219,7 +219,7 @@ async def watch(page: Browser, url: str, viewers: str, presenters: str) -> None:
         for (columns, rows), (width, height) in {(120, 36): (1920, 1080), (90, 30): (390, 844)}.items():
             await presenter.send_json(["resize", {"width": columns, "height": rows}])
             await page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
-                            mobile=width < height)  # fmt: skip
+                            mobile=width < height)
             await page.open(f"{url}/?token={viewers}")
             await page.until("Ask, or / for commands")
             got = await page.call("Runtime.evaluate", returnByValue=True, expression=f"""[document.title,

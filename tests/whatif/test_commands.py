@@ -92,7 +92,7 @@ def test_advice_names_the_setting_with_the_best_goodput(tmp_path):
     (("replay", "vllm-8b", "--what-if", "seqs=2", "--arrivals", "later"), "recorded or closed"),
     (("replay", "vllm-8b", "--json"), "belong to --what-if"),
     (("advise", "vllm-8b", "--goal", "fast=1"), "not a list of goals"),
-])  # fmt: skip
+])
 def test_errors_are_sentences(arguments, why):
     with pytest.raises(EngineError, match=why):
         output(*arguments)

@@ -102,4 +102,4 @@ def test_a_step_with_more_rows_than_any_recorded_one_is_extrapolated(mixture):
 def test_sizes():
     assert [size_of(work(n, 0, 0)) for n in (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 65, 127, 128, 130, 1000, 2048)] == [
         1, 2, 4, 8, 8, 16, 16, 24, 40, 64, 72, 128, 128, 136, 1008, 2048
-    ]  # fmt: skip
+    ]

@@ -45,14 +45,14 @@ def chats(seed: int, turns: int = 3, salts: bool = True) -> list[list[tuple[list
 def real(
     path: Path | None, setting: Setting, seed: int, closed: bool = False, echo: bool = False, overlap: bool = False,
     hidden: bool = False, salts: bool = True,
-) -> Engine:  # fmt: skip
+) -> Engine:
     """Runs chats for real, and records them in `path`. All first questions are asked before the first step; with
     `closed`, each next question comes when its chat has its answer. `hidden`: as a server with --hide-text records."""
     runner = SimulatedRunner(setting.blocks + 1, setting.block_size, setting.seqs, VOCABULARY, echo=echo)
     engine = simulated(Engine(
         runner, setting.scheduler(), overlap=overlap, prefix_caching=setting.cache, eviction_policy=setting.eviction,
         eos_ids=frozenset({VOCABULARY - 1}),
-    ))  # fmt: skip
+    ))
     engine.finished = []  # type: ignore[attr-defined]
     recorder = None
     if path is not None:
@@ -96,7 +96,7 @@ def counts(engine: Engine) -> dict[str, Any]:
         "steps": engine.scheduler.step,
         "requests": sorted((r.group, r.prompt_len, r.cached_tokens, r.preemptions, len(r.ids)) for r in finished),
         "drafts": sum(r.drafted_tokens for r in finished), "accepted": sum(r.accepted_tokens for r in finished),
-    }  # fmt: skip
+    }
 
 
 def played_counts(player: Player) -> dict[str, Any]:
@@ -107,14 +107,14 @@ def played_counts(player: Player) -> dict[str, Any]:
             (p.asked.group, p.asked.prompt, p.cached, p.preemptions, p.asked.prompt + len(p.tokens)) for p in every
         ),
         "drafts": sum(p.drafted for p in every), "accepted": sum(p.accepted for p in every),
-    }  # fmt: skip
+    }
 
 
 CHANGES = [
     "budget=16", "budget=512", "blocks=60", "blocks=400", "seqs=3", "policy=static", "policy=longest-prefix",
     "policy=priority", "eviction=fifo,blocks=60", "cache=off", "chunking=off", "budget=24,blocks=70,seqs=5",
     "block_size=8",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change", ["seqs=8", *CHANGES])
@@ -199,7 +199,7 @@ def test_settings_are_checked():
         ("budget", "is not a list"), ("budgets=3", "no setting 'budgets'"), ("budget=0", "from 1 to"),
         ("cache=maybe", "on or off"), ("policy=mine", "one of fcfs"), ("budget=1,budget=2", "is not a list"),
         ("blocks=99999999999", "from 1 to"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(EngineError, match=why):
             changes(text)
     with pytest.raises(EngineError, match="the smaller first"):

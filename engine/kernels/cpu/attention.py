@@ -74,7 +74,7 @@ def emit_attend(
     q, keys, values, table, lengths, out, scores, columns, R, window, each = b.fields(
         q=PTR, keys=PTR, values=PTR, table=PTR, lengths=PTR, out=PTR, scores=PTR, columns=I64, R=I64, window=I64,
         each=I64,
-    )  # fmt: skip
+    )
     scores = b.at(scores, b.mul(b.thread(), each), F32)
     queries, kv = heads
     vectors = range(0, dim, lanes)

@@ -20,7 +20,7 @@ from engine.kernels.cpu.grouped import LANES, Call
 PART = 32  # numbers of f(x) with a common scale, and the smallest group of weights
 ROWS = {  # products of bytes -> rows of x in registers at a time
     "vnni": (8, 4, 2, 1), "avx512": (4, 2, 1), "avx2": (2, 1), "dotprod": (4, 2, 1), "plain": (2, 1),
-}  # fmt: skip
+}
 
 
 class FourBitForm:

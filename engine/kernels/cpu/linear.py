@@ -19,7 +19,7 @@ ROWS_AT_ONCE = 256  # of activations: this limits the scratch memory, and the ro
 def four_bit_product(
     x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, groups: torch.Tensor, offsets: torch.Tensor | None,
     shift: int, out: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Write x [R, K] · weightᵀ to out [R, N]. The weight is stored as engine/model/four_bits.py says."""
     name = "int4" if offsets is None else "int4_offsets"
     more = groups.data_ptr(), 0 if offsets is None else offsets.data_ptr(), shift
@@ -41,7 +41,7 @@ def _product(name: str, x: torch.Tensor, values: int, scale: int, out: torch.Ten
             calls.append((
                 values, scale, source.data_ptr(), 0, no_bias.data_ptr(), result.data_ptr(), rounded.data_ptr(),
                 x.shape[1], out.shape[1], len(rows), 0, before, 0, *more,
-            ))  # fmt: skip
+            ))
     fields = np.zeros((len(calls), FIELDS), dtype=np.int64)
     fields[:, : len(calls[0])] = calls
     compiled = linear_kernels(name, features())

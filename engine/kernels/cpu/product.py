@@ -25,7 +25,7 @@ from engine.kernels.cpu.features import Features
 GROUPS = {  # integers, vectors that fit into registers -> (rows of x, rows of the weight) in registers at a time
     (False, 32): ((8, 2), (4, 4), (2, 4), (1, 1)), (False, 16): ((4, 2), (2, 2), (1, 1)),
     (True, 32): ((6, 4), (4, 4), (2, 4), (1, 1)), (True, 16): ((2, 4), (1, 1)),
-}  # fmt: skip
+}
 BLOCK = 4  # rows of the weight per round of the inner loop
 ROWS_AT_ONCE = 64  # rows of x per round of the outer loop: they stay in the cache
 PREPARE = "_prepare"  # the name of the kernel that rounds rows is that of the product with this suffix

@@ -41,7 +41,7 @@ def emit_attend_tiles(
     q, keys, values, table, tiles, out, scratch, columns, T, window, each = b.fields(
         q=PTR, keys=PTR, values=PTR, table=PTR, tiles=PTR, out=PTR, scratch=PTR, columns=I64, T=I64, window=I64,
         each=I64,
-    )  # fmt: skip
+    )
     queries, kv = heads
     group, width = queries // kv, VECTORS * lanes
     at_once, depth = (8 if lanes == 16 else 4), math.gcd(8, dim)  # keys of scores, and numbers of values, at a time

@@ -32,7 +32,7 @@ NEAREST = {  # quant_method that is not supported -> the method of METHODS whose
     "bitnet": "compressed-tensors", "fbgemm_fp8": "compressed-tensors", "torchao": "compressed-tensors",
     "quanto": "compressed-tensors", "quark": "compressed-tensors", "higgs": "compressed-tensors", "mlx": "awq",
     "fp_quant": "compressed-tensors", "nvfp4": "compressed-tensors",
-}  # fmt: skip
+}
 
 OWN = {"bitsandbytes": {"load_in_4bit"}, "mlx": {"group_size", "bits"}}  # fields that these write without quant_method
 
@@ -175,7 +175,7 @@ def _scheme(fields: Fields, raw: dict[str, Any], group: dict[str, Any], of: str 
     symmetric, floats = inner.flag("symmetric", True), kind == "float"
     if form in ("float-quantized", "int-quantized", "naive-quantized") and strategy in BYTES and (
         (floats and bits == 8 and symmetric) or (kind == "int" and bits in (4, 8))
-    ):  # fmt: skip
+    ):
         block = read_block(inner, how.get("block_structure")) if strategy == "block" else None
         size = group_size(inner, how) if strategy == "group" else 0
         return Packing("compressed-tensors", bits, size, floats, strategy, block, symmetric)
@@ -184,7 +184,7 @@ def _scheme(fields: Fields, raw: dict[str, Any], group: dict[str, Any], of: str 
     raise format_error(
         fields, f"format {shown(form)} with {bits} bits, strategy {shown(strategy)}{of}",
         "8-bit floats and integers of 4 or 8 bits per tensor, channel, block or group, and 4-bit floats (NVFP4, MXFP4)",
-    )  # fmt: skip
+    )
 
 
 def read_block(inner: Fields, block: Any) -> tuple[int, int]:

@@ -16,7 +16,7 @@ WHOLE, LOCAL = "full_attention", "sliding_attention"
 
 ROPE_COMMON = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned",
-}  # fmt: skip
+}
 ROPE_KEYS = {
     "default": set[str](),
     "linear": {"factor"},
@@ -25,7 +25,7 @@ ROPE_KEYS = {
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     LONGROPE: {"factor", "attention_factor", "short_factor", "long_factor"},
     PROPORTIONAL: {"factor"},
-}  # fmt: skip
+}
 
 
 class RopeReader:

@@ -69,7 +69,7 @@ def _heads(fields: Fields, config: ModelConfig) -> tuple[tuple[int, int], ...]:
             raise fields.refuse(
                 key, f"such that the {config.num_heads} query heads of layer {layer} are a multiple of its {kv_heads} "
                 "key/value heads",
-            )  # fmt: skip
+            )
         found.append((kv_heads, dim))
     if len({heads for layer, heads in enumerate(found) if not config.window(layer)}) > 1:
         raise fields.refuse("per_layer_config", "the same for all layers without a window: they share a block table")

@@ -198,7 +198,7 @@ class Branches:
         required = {name for part in (*left, *right) for name in part.get("required", ())}
         for name in required:
             first, second = ([p["properties"][name] for p in side if name in p.get("properties", {})]
-                             for side in (left, right))  # fmt: skip
+                             for side in (left, right))
             if any(self.disjoint([x, y], depth=depth + 1) for x in first for y in second):
                 return True
         return False

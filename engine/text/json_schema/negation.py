@@ -17,7 +17,7 @@ LIMITS = {
     "minLength": ("string", "maxLength", -1), "maxLength": ("string", "minLength", 1),
     "minItems": ("array", "maxItems", -1), "maxItems": ("array", "minItems", 1),
     "minProperties": ("object", "maxProperties", -1), "maxProperties": ("object", "minProperties", 1),
-}  # fmt: skip
+}
 MAX_DEPTH = 50  # of references inside a negated schema
 
 

@@ -13,7 +13,7 @@ Schema = dict[str, Any] | bool
 
 # Keywords that contain one schema, a list of schemas, or an object of schemas.
 ONE = {"additionalProperties", "items", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames",
-       "unevaluatedItems", "unevaluatedProperties"}  # fmt: skip
+       "unevaluatedItems", "unevaluatedProperties"}
 LIST = {"allOf", "anyOf", "oneOf", "prefixItems"}
 MAP = {"properties", "patternProperties", "dependentSchemas"}
 DEFINITIONS = {"$defs", "definitions"}
@@ -21,9 +21,9 @@ REFERENCES = {"$ref", "$dynamicRef", "$recursiveRef"}
 # Keywords that restrict what is valid and contain no schemas. All keywords not listed here are annotations.
 NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minContains", "maxContains", "minProperties",
-          "maxProperties"}  # fmt: skip
+          "maxProperties"}
 OTHERS = {"const": object, "enum": list, "type": (str, list), "pattern": str, "format": str, "uniqueItems": bool,
-          "required": list, "dependentRequired": dict}  # fmt: skip
+          "required": list, "dependentRequired": dict}
 PLAIN = NUMBERS | COUNTS | set(OTHERS)
 MAX_PARTS = 20_000  # of one schema; the limit keeps the time for hostile schemas below a second
 

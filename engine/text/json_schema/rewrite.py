@@ -15,7 +15,7 @@ from engine.text.json_schema.values import types_of
 # because llguidance does not recognise the name of a declared property in them, and would allow any value for it.
 OPTIONS = {
     "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "json_allowed_escapes": 'nrbtf\\"',
-}  # fmt: skip
+}
 MAX_LEVELS = 200  # of nested lists and objects; nested schemas reach Python's recursion limit earlier
 CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]")  # a control character as JSON escapes it
 

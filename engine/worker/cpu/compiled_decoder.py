@@ -30,7 +30,7 @@ from engine.model.traits import lacking
 KERNELS = {  # kind of weights -> kernels for the matrices of the layers, and for the output matrix
     "none": ("float32", "float32"), "bf16": ("bfloat16", "bfloat16"), "int8": ("int8", "int8"),
     "int4": ("int4", "int8"),
-}  # fmt: skip
+}
 MOST_ROWS = 48  # of a step whose kernels each round all rows in every thread
 
 
@@ -234,7 +234,7 @@ class CompiledDecoder:
         def product(
             weight: Matrix, x: torch.Tensor, out: Any, bias: torch.Tensor | None,
             before: Before = Before.NOTHING, norm: Any = 0, add: bool = False,
-        ) -> None:  # fmt: skip
+        ) -> None:
             values, scale = (weight, 0) if isinstance(weight, torch.Tensor) else (weight.values, weight.scale)
             bias = self._no_bias if bias is None else bias
             n, k = weight.shape
@@ -256,9 +256,9 @@ class CompiledDecoder:
             product(layer.qkv, b.residual, b.qkv, layer.qkv_bias, Before.NORM, layer.input_norm)
             table = decoder.rope_tables[i]
             calls.add("rotate", [b.qkv, norms, table, b.q, keys, values, b.positions,
-                                 b.slots[decoder.group_of[i]], 0], 8)  # fmt: skip
+                                 b.slots[decoder.group_of[i]], 0], 8)
             calls.add("attend", [b.q, keys, values, 0, b.lengths, b.attended, b.scratch, 0, 0, self._windows[i],
-                                 b.each], 8)  # fmt: skip
+                                 b.each], 8)
             if prompts:
                 calls.add("attend_tiles", [b.q, keys, values, 0, 0, b.attended, 0, 0, 0, self._windows[i], 0], 8)
             product(layer.output, b.attended, b.residual, layer.output_bias, add=True)
@@ -309,4 +309,4 @@ def _shapes(config: ModelConfig, products: tuple[str, str], block_size: int) -> 
         columns=(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim),
         heads=(config.num_heads, config.num_kv_heads), head_dim=config.head_dim, block_size=block_size,
         scale=config.scale, eps=config.rms_norm_eps, qk_norm=config.qk_norm,
-    )  # fmt: skip
+    )

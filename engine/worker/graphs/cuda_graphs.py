@@ -175,7 +175,7 @@ class DecodeGraphs(StepGraphs):
         prepare(
             self._input.target, batch.table, batch.last_token, self._tokens, sampling.rows, sampling.lengths, n,
             batch.max_rows, CHANGES, self._others,
-        )  # fmt: skip
+        )
         live, states = self._input.target[:1], None
         if self._has_states:
             at = HEADER + 3 * batch.max_rows

@@ -106,7 +106,7 @@ class ExtendGraphs(StepGraphs):
         shapes: Shapes = [
             (PER_TOKEN + len(self._batch.tables), size.tokens), (PER_SEQUENCE, size.draws), (PER_CHUNK, SEQUENCES),
             (ONCE,),
-        ]  # fmt: skip
+        ]
         return shapes + ([(size.segments, 4), (size.draws + 1,)] if self._has_states else [])
 
     def _send(self, plan: StepPlan, size: Size) -> None:

@@ -51,7 +51,7 @@ class DecodeLayers:
     def __init__(
         self, model: Decoder, attention: AttentionBackend, pool: KVPool, block_tables: Sequence[torch.Tensor],
         group: Group,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`block_tables`: of each cache group with pages, as Batch.tables."""
         config = model.config
         self._model = model
@@ -68,7 +68,7 @@ class DecodeLayers:
     def logits(
         self, tokens: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, live: torch.Tensor, out: torch.Tensor,
         states: StateMeta | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write the logits of one token per sequence to out [n, V]; V: tokens in this rank's piece of the vocabulary.
 
         tokens int64 [n]; rows int32 [n]: rows of the block table; seq_lens int32 [n]: include this token; live int32
@@ -93,7 +93,7 @@ class DecodeLayers:
             self._group.embed(tokens, self._model.embedding),
             lambda i, layer, qkv: self._attend_chunks(i, layer, qkv, metas), meta.states, meta.live, meta.logit_rows,
             meta.live_rows,
-        )  # fmt: skip
+        )
         self._head(hidden, out)
 
     def _head(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -131,7 +131,7 @@ class DecodeLayers:
     def _several(
         self, residual: torch.Tensor, attend: Attend, states: StateMeta | None, live: torch.Tensor | None,
         wanted: torch.Tensor | None = None, live_wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Returns the final hidden states, after the last norm, of the tokens `wanted` (None: of all tokens).
 
         The first `live` tokens, and the first `live_wanted` wanted tokens, are not padding.
@@ -181,7 +181,7 @@ class DecodeLayers:
             seq_lens, attention.scale, attention.group,
             fused=(layer.qk_norm, self._model.rope_tables[i], config.rms_norm_eps), kv_scales=self._pool.scales[i],
             **attention.features[i],
-        )  # fmt: skip
+        )
         return out
 
     def _attend_chunks(self, i: int, layer: Layer, qkv: torch.Tensor, metas: list[ForwardMeta]) -> torch.Tensor:

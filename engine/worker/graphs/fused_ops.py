@@ -17,7 +17,7 @@ delta_gates, gated_norm = delta_ends.delta_gates, delta_ends.gated_norm
 def qk_norm_rope_store(
     qkv: torch.Tensor, qk_weight: torch.Tensor | None, eps: float, rope: Any, k_cache: torch.Tensor,
     v_cache: torch.Tensor, slot_mapping: torch.Tensor | None, kv_scales: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """See engine/model/ops.py."""
     assert slot_mapping is not None, "engine/model/traits.py refuses layers that share keys and values"
     return norms.qk_norm_rope_store(qkv, qk_weight, eps, rope, k_cache, v_cache, slot_mapping, kv_scales)
@@ -50,5 +50,5 @@ def experts(x: torch.Tensor, mixture: Experts, live: torch.Tensor | None) -> tor
     each = moe.each_expert(
         x, mixture.router, mixture.gate_up, mixture.down, config.per_token, config.normalised, mixture.load, live,
         mixture.router_bias, clamped,
-    )  # fmt: skip
+    )
     return moe.total(each, live)

@@ -58,7 +58,7 @@ class SamplingGraphs:
     def draw(
         self, plan: StepPlan, asked: int, bucket: int, num_draws: int, draws: np.ndarray | None, entries: np.ndarray,
         begin: Any,
-    ) -> LaunchedStep:  # fmt: skip
+    ) -> LaunchedStep:
         """Replay the simplest form that supports `asked` (Sampler.asked), and start the copy of the draws to the host.
 
         `draws` and `entries`: as in LaunchedStep, for the first `num_draws` draws in the buffers.
@@ -77,7 +77,7 @@ class SamplingGraphs:
             len(plan.rows), self._outcome_arrays[slot][:num_draws], draws, entries,
             range(plan.num_decodes, plan.num_decoding), events=(begin, loaded.mark()), spent=loaded.group.take_time(),
             expert_load=load,
-        )  # fmt: skip
+        )
 
     def _send_settings(self) -> None:
         """Copy the rows' sampling settings to the graphs' buffer, if any has changed."""
@@ -110,7 +110,7 @@ class SamplingGraphs:
         draw(
             logits, rows, lengths, self._settings, self._top_k, self._keys, outcome, last_token, self._workspace,
             noisy=form > 0, truncated=form > 1, piece=(first, scores) if by_piece else None,
-        )  # fmt: skip
+        )
         if by_piece:
             group.elect(scores, outcome, rows, lengths, last_token)
 

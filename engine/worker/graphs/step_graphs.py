@@ -57,7 +57,7 @@ class StepGraphs:
     def _sample_eagerly(
         self, plan: StepPlan, grammars: Mapping[int, Grammar], entries: np.ndarray, positions: np.ndarray,
         which: slice | torch.Tensor, started: float, begin: Any,
-    ) -> LaunchedStep:  # fmt: skip
+    ) -> LaunchedStep:
         """Draw from the graph's logits with engine/worker/sampler.py, which supports penalties, masks and logprobs.
 
         `entries` and `positions`: as in Draws. `which`: the indices of the draws in the sampling graphs' buffers.

@@ -30,7 +30,7 @@ LEAST = 1 << 26  # bytes; fewer are rounded in a moment
 def load_model(
     model_config: ModelConfig, limits: Limits, config: EngineConfig, group: Group, ops: Ops, directory: Path | None,
     on_progress: Progress | None,
-) -> tuple[Decoder, tuple[str, ...]]:  # fmt: skip
+) -> tuple[Decoder, tuple[str, ...]]:
     """Returns the decoder of this rank with its weights, and sentences for the user. Raises EngineError.
 
     `limits`: with the device of this rank. The weights are random if config.dummy_weights.

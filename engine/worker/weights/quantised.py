@@ -30,7 +30,7 @@ from engine.worker.cpu.compiled_decoder import CompiledDecoder
 KEPT = "checkpoint"  # each matrix as the checkpoint has it: 8-bit numbers with their scales, or a tensor
 KINDS: dict[str, type[ByteWeight] | None] = {
     "none": None, "bf16": Bf16Weight, "int8": Int8Weight, "int4": Int4Weight, "fp8": Fp8Weight, KEPT: None,
-}  # fmt: skip
+}
 ON_CPU = ("bf16", "int8")
 SMALL = {"int8": 8, "int4": 4}  # what "auto" takes if other weights do not fit, the largest first -> bits
 BESIDE_WEIGHTS = 2 << 30  # bytes of memory that `choose` leaves to the KV cache, activations and the application
@@ -143,7 +143,7 @@ def _as_stored(model: ModelConfig, packing: Packing) -> str:
     eight = (
         each.strategy in ("tensor", "channel") and each.bits == 8 and each.symmetric and not each.floats
         for each in packing.each
-    )  # fmt: skip
+    )
     return "int8" if all(eight) else ""
 
 
@@ -276,7 +276,7 @@ def _four_bit_sizes(model: ModelConfig) -> tuple[tuple[str, int, int], ...]:
         ("hidden_size", model.hidden_size, 32), ("heads times head_dim", model.num_heads * model.head_dim, 32),
         ("intermediate_size", model.intermediate_size, 32),
         ("key/value heads times head_dim", model.num_kv_heads * model.head_dim, 16),
-    )  # fmt: skip
+    )
 
 
 def check_kept(model: ModelConfig, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from minitui.server.service import Service
 from minitui.server.sse import event
 
 DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
-          "call": ("input_json_delta", "partial_json")}  # fmt: skip
+          "call": ("input_json_delta", "partial_json")}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -39,7 +39,7 @@ class MessagesAnswer(ItemAnswer):
         return {
             "id": self._id, "type": "message", "role": "assistant", "model": self.service.model, "content": content,
             **end, "usage": usage,
-        }  # fmt: skip
+        }
 
     def reply(self, output: Output) -> dict[str, Any]:
         return self._message([_block(item, item.text) for item in self.items], self._end(output), self._usage(output))

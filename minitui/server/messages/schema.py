@@ -50,7 +50,7 @@ class TextBlock(Open):
 TextBlocks = Annotated[
     list[TextBlock], Field(fail_fast=True, max_length=MAX_MESSAGES),
     BeforeValidator(one_block, json_schema_input_type=str | list[TextBlock]),
-]  # fmt: skip
+]
 
 
 class Block(Typed):
@@ -74,7 +74,7 @@ class InputMessage(Open):
     content: Annotated[
         list[Block], Field(fail_fast=True, max_length=MAX_MESSAGES),
         BeforeValidator(one_block, json_schema_input_type=str | list[Block]),
-    ]  # fmt: skip
+    ]
 
 
 class ToolDefinition(Open):
@@ -145,11 +145,11 @@ class Conversation(Sampled):
     ignored = Sampled.ignored | {
         "anthropic_beta", "anthropic_version", "betas", "billing_policy", "diagnostics", "fallback_credit_token",
         "fallbacks", "inference_geo", "user_profile_id", "workspace_id",
-    }  # fmt: skip
+    }
     refused: ClassVar = {
         **Sampled.refused, "compaction": "this server does not summarize conversations",
         **dict.fromkeys(("container", "mcp_servers"), "this server runs no tools itself: run them in the client"),
-    }  # fmt: skip
+    }
 
     n: Literal[1] | None = None
     messages: Annotated[list[InputMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -172,7 +172,7 @@ class Conversation(Sampled):
             raise ApiError(
                 400, "thread is not supported: send the whole conversation in messages, without thread", "thread",
                 details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
-            )  # fmt: skip
+            )
 
     @field_validator("messages")
     @classmethod
@@ -195,7 +195,7 @@ class Conversation(Sampled):
                         f"messages.{number}.content.{place}: unexpected `tool_use_id` found in `tool_result` blocks: "
                         f"{block.tool_use_id}. Each `tool_result` block must have a corresponding `tool_use` block in "
                         "the previous message.", "messages",
-                    )  # fmt: skip
+                    )
         return self
 
     def chat_fields(self) -> dict[str, Any]:

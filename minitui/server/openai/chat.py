@@ -71,7 +71,7 @@ class ChatAnswer(OpenAIAnswer):
         await self.submit(
             [ids], self._sampling_params(), self.service.label(user=body.user), "messages", body.field_names,
             **self.scheduling(body),
-        )  # fmt: skip
+        )
 
     def _sampling_params(self) -> SamplingParams:
         body, info = self.body, self.service.info
@@ -83,7 +83,7 @@ class ChatAnswer(OpenAIAnswer):
         return body.params(
             body.limit, info.generation, schemas,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        )  # fmt: skip
+        )
 
     def whole(self, outputs: list[Output]) -> dict[str, Any]:
         body = self.body
@@ -99,7 +99,7 @@ class ChatAnswer(OpenAIAnswer):
             "index": index, "message": choice.message(), "logprobs": self._logprobs(output),
             "finish_reason": choice.finish_reason, "stop_reason": output.metrics.get("stop_reason"),
             **self.token_ids(self.body, output),
-        }  # fmt: skip
+        }
 
     def opening(self) -> Iterator[bytes]:
         more: dict[str, Any] = {"prompt_token_ids": self.prompts[0]} if self.body.return_token_ids else {}
@@ -128,7 +128,7 @@ class ChatAnswer(OpenAIAnswer):
     def _chunk(
         self, index: int, delta: dict[str, Any], outputs: list[Output], choice: dict[str, Any] | None = None,
         **more: Any,
-    ) -> bytes:  # fmt: skip
+    ) -> bytes:
         """Returns one event. `choice`: further fields of the choice; `more`: further fields of the event."""
         first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self.chunk([{**first, **(choice or {})}], outputs, **more)

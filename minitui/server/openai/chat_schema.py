@@ -15,7 +15,7 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "self"}
 NOT_TEXT = {"image_url": "images", "input_image": "images", "image": "images", "input_audio": "audio",
-            "audio_url": "audio", "video_url": "videos", "file": "files", "input_file": "files"}  # fmt: skip
+            "audio_url": "audio", "video_url": "videos", "file": "files", "input_file": "files"}
 
 
 class TextPart(Open):
@@ -148,7 +148,7 @@ class ChatRequest(Sampled):
     refused: ClassVar = {
         **Sampled.refused, "audio": "this server's models write text only",
         "web_search_options": "this server runs no tools itself",
-    }  # fmt: skip
+    }
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: int | None = Field(None, ge=1, le=1 << 31)

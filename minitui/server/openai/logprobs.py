@@ -63,7 +63,7 @@ def echoed_logprobs(
     hidden = len(tokenizer.decode(ids, skip_special_tokens=False)) - len(shown)  # such as a BOS before the text
     offsets = Offsets(tokenizer, False, -hidden)
     first = {"tokens": [_text(tokenizer, ids[0])], "token_logprobs": [None], "top_logprobs": [None],
-             "text_offset": [offsets.take(ids[0])]}  # fmt: skip
+             "text_offset": [offsets.take(ids[0])]}
     return joined(first, completion_logprobs(tokenizer, entries, top, offsets))
 
 
@@ -80,7 +80,7 @@ def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top:
         listed.append({
             str(token): {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": _text(tokenizer, token)}
             for token, logprob, rank in [*ranked, (entry.token_id, entry.logprob, entry.rank)]
-        })  # fmt: skip
+        })
     return listed
 
 
@@ -99,7 +99,7 @@ def completion_logprobs(
             for entry in entries
         ],
         "text_offset": [offsets.take(entry.token_id) for entry in entries],
-    }  # fmt: skip
+    }
 
 
 def _text(tokenizer: Tokenizer, token_id: int) -> str:

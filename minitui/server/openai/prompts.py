@@ -43,7 +43,7 @@ def encode(
 def conversation(
     tokenizer: Tokenizer, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, generate: bool,
     values: dict[str, Any], most: int | None = None, last: int | None = None,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Returns the ids of a conversation. `generate`: add the generation prompt.
 
     `values`: variables of the template, and further arguments of `Tokenizer.apply_chat_template`. `last`: return only

@@ -28,7 +28,7 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 RESPONSE, END_RESPONSE = "<response>", "</response>"
 KINDS: dict[str, Any] = {  # types of JSON schema other than text
     "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict, "null": type(None),
-}  # fmt: skip
+}
 TAGGED = re.compile(r"<function=([^>\s]+)>(.*)</function>", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 BEGUN_CALL = re.compile(r'\{"name": (?P<name>"(?:[^"\\]|\\.)*")(?:, "arguments": (?P<arguments>.*))?', re.DOTALL)

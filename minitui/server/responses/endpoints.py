@@ -33,10 +33,10 @@ from minitui.server.settings import Role
 from minitui.server.sse import event
 
 ECHOED = ("instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id", "prompt_cache_key",
-          "reasoning", "safety_identifier", "text", "tool_choice", "truncation", "user")  # fmt: skip
+          "reasoning", "safety_identifier", "text", "tool_choice", "truncation", "user")
 IDS = {"text": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}  # kind of an item -> prefix of its id
 EVENTS = {"text": "response.output_text", "reasoning": "response.reasoning_text",
-          "call": "response.function_call_arguments", "custom": "response.custom_tool_call_input"}  # fmt: skip
+          "call": "response.function_call_arguments", "custom": "response.custom_tool_call_input"}
 WHOLE = {"text": "text", "reasoning": "text", "call": "arguments", "custom": "input"}  # kind -> field of its text
 
 
@@ -46,12 +46,12 @@ class ResponsesAnswer(ItemAnswer):
     names: ClassVar[dict[str, str]] = {
         "messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens",
         "reasoning_effort": "reasoning.effort",
-    }  # fmt: skip
+    }
 
     def __init__(
         self, service: Service, request: ResponsesRequest, store: ResponseStore, history: Sequence[StoredItem],
         said: list[dict[str, Any]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`history`: the items of the conversation; `said`: the chat messages that these are."""
         self._request, self._store, self._history = request, store, history
         self._id = f"resp_{uuid.uuid4().hex}"
@@ -76,7 +76,7 @@ class ResponsesAnswer(ItemAnswer):
             raise ApiError(
                 400, f"the stored items of this conversation have {size:,} bytes; the limit is {limit:,}: begin a new "
                 "conversation, for example with a summary of this one", "previous_response_id" if previous else "input",
-            )  # fmt: skip
+            )
         return cls(service, request, store, *await service.in_thread(_conversation, request.instructions, items))
 
     # ---- the response
@@ -133,7 +133,7 @@ class ResponsesAnswer(ItemAnswer):
             return {
                 **head, "type": "custom_tool_call" if called.custom else "function_call", "call_id": item.call_id,
                 "name": called.name, **namespace, WHOLE[kind]: "" if started else self._text(item),
-            }  # fmt: skip
+            }
         content = [] if started else [_part(kind, item.text)]
         if kind == "reasoning":
             return {**head, "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
@@ -222,7 +222,7 @@ def _echo(request: ResponsesRequest) -> dict[str, Any]:
         "text": {"format": {"type": "text"}, **named.get("text", {})},
         "tools": [tool.model_dump(exclude=None if tool.tools else {"tools", "format"}) for tool in request.tools or ()],
         "reasoning": {"effort": None, "summary": None, **named.get("reasoning", {})},
-    }  # fmt: skip
+    }
     try:  # JSON can contain NaN and escaped lone surrogates, which cannot be sent
         text = json.dumps(given, allow_nan=False, ensure_ascii=False)
     except (ValueError, RecursionError):
@@ -283,7 +283,7 @@ def router(service: Service) -> APIRouter:
     async def input_items(
         name: str, request: Request, after: str | None = None, order: Literal["asc", "desc"] = "desc",
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    ) -> ItemList:  # fmt: skip
+    ) -> ItemList:
         """Returns the items of the conversation before a stored response, in pages."""
         once = {item.id: item for item in stored_for(request).history(name)}  # an item may be referred to repeatedly
         items = list(once.values())[:: 1 if order == "asc" else -1]
@@ -295,7 +295,7 @@ def router(service: Service) -> APIRouter:
         return ItemList(
             data=[item.plain() for item in items[start : start + limit]], first_id=page[0] if page else None,
             last_id=page[-1] if page else None, has_more=start + limit < len(ids),
-        )  # fmt: skip
+        )
 
     @routes.delete("/v1/responses/{name}", response_model=Deleted)
     async def delete(name: str, request: Request) -> Deleted:

@@ -36,7 +36,7 @@ DROPPED = {  # types of items that tell the model nothing: calls of tools that a
     "computer_call_output", "shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output",
     "mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "tool_search_call",
     "tool_search_output", "additional_tools", "program", "program_output", "compaction", "context_compaction",
-}  # fmt: skip
+}
 REFUSED = {
     "background": "answers are not computed in the background: read a stream instead",
     "conversation": "this server has no conversations: use previous_response_id, or send the whole input",
@@ -79,7 +79,7 @@ class Part(Open):
 Parts = Annotated[
     list[Part], Field(fail_fast=True, max_length=MAX_MESSAGES),
     BeforeValidator(one_text, json_schema_input_type=str | list[Part]),
-]  # fmt: skip
+]
 
 
 class InputItem(Typed):
@@ -150,13 +150,13 @@ class ResponsesRequest(Sampled):
     ignored = Sampled.ignored | {"access_programs", "background_options", "image"}
     refused: ClassVar = {
         **Sampled.refused, "context_management": "this server does not shorten conversations: send fewer items",
-    }  # fmt: skip
+    }
 
     n: Literal[1] | None = None
     input: Annotated[
         list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
         BeforeValidator(known_items, json_schema_input_type=str | list[InputItem]),
-    ]  # fmt: skip
+    ]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=256)
     store: bool | None = None

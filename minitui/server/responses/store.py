@@ -140,7 +140,7 @@ class ResponseStore:
             f"(this server keeps the key's last {self._count:,} responses, up to {self._size / (1 << 20):,.3g} MiB): "
             "send the whole conversation",
             field, code,
-        )  # fmt: skip
+        )
 
 
 def _packed(value: Any) -> bytes:

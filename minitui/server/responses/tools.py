@@ -126,7 +126,7 @@ class ToolChoice(Open):
             tool.get("name") == called.namespace if tool.get("type") == "namespace"
             else (tool.get("name"), tool.get("namespace")) == (called.name, called.namespace)
             for tool in self.tools or ()
-        )  # fmt: skip
+        )
 
 
 def functions(tools: Sequence[Tool]) -> dict[Called, dict[str, Any]]:

@@ -152,7 +152,7 @@ def router(service: Service) -> APIRouter:
             "role": role.name.lower(), "hide_text": service.settings.hide_text,
             "server": __version__, "began": service.broadcast.engine,
             "tokenizer_files": await service.in_thread(_digests, _directory()),
-        }  # fmt: skip
+        }
 
     def _directory() -> Path:
         return Path(service.info.model_dir)

@@ -20,7 +20,7 @@ from minitui.server.service import Service
 LINKS = {
     "/docs": "the endpoints", "/v1/models": "the model", "/server_info": "the engine and the server's limits",
     "/health": "whether it can answer", "/metrics": "for Prometheus",
-}  # fmt: skip
+}
 FRONT = (
     '<!doctype html><meta name="viewport" content="width=device-width"><title>minitui</title>'
     "<h1>minitui serves a model here</h1><ul>{}</ul>"
@@ -85,9 +85,9 @@ def router(service: Service) -> APIRouter:
         limits = {
             "max_body": settings.max_body, "max_waiting": settings.max_waiting, "request_s": settings.request_s,
             "capacity": service.capacity,
-        }  # fmt: skip
+        }
         return {**service.info.public(), "version": __version__, "model": service.model, "served_names": service.names,
-                "scheduling_policy": service.config.scheduling_policy, "limits": limits}  # fmt: skip
+                "scheduling_policy": service.config.scheduling_policy, "limits": limits}
 
     @routes.get("/ready", response_model=Health, responses={503: {"model": Health}})
     async def ready() -> JSONResponse:

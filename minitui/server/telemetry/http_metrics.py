@@ -31,11 +31,11 @@ class HttpMetrics:
         self._requests = library.Counter(
             "http_requests", "HTTP requests by method, endpoint and class of status.", (*labels, "status"),
             registry=self._registry,
-        )  # fmt: skip
+        )
         self._seconds = library.Histogram(
             "http_request_duration_seconds", "Seconds until the whole answer was sent.", labels,
             buckets=SECONDS, registry=self._registry,
-        )  # fmt: skip
+        )
         library.disable_created_metrics()
 
     def ended(self, scope: Any, status: int, began: float) -> None:

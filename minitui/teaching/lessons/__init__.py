@@ -24,7 +24,7 @@ LESSONS: tuple[Lesson, ...] = (
     l0_tokens.LESSON, l1_architecture.LESSON, l2_model.LESSON, l3_paged_kv.LESSON, l4_paged_attention.LESSON,
     l5_sampler.LESSON, l6_scheduler.LESSON, l7_detokenizer.LESSON, l8_server.LESSON, l9_radix.LESSON,
     l10_cuda_graphs.LESSON,
-)  # fmt: skip
+)
 
 
 def lesson(number: int | str) -> Lesson:

@@ -70,7 +70,7 @@ async def temperatures(stage: Stage) -> Seen:
         + f"\n\nAt temperature {SHARP:g}, the ratio is squared: {ratios[0]:.2g} × {ratios[0]:.2g} is about "
         f"{ratios[1]:.2g}.",
         min(range(3), key=lambda i: abs(math.log((ratios[0], 2 * ratios[0], ratios[0] ** 2)[i] / ratios[1]))),
-    )  # fmt: skip
+    )
 
 
 async def cuts(stage: Stage) -> Seen:
@@ -179,5 +179,5 @@ def _title(stage: Stage, settings: dict[str, Any]) -> str:
         name: ", ".join(f"“{text_of(stage, token)}” {bias:+g}" for token, bias in value.items())
         if isinstance(value, dict) else f"{value:g}"
         for name, value in settings.items()
-    }  # fmt: skip
+    }
     return ", ".join(f"{name} {value}" for name, value in named.items())

@@ -53,7 +53,7 @@ async def same_load(stage: Stage) -> Seen:
         f"In {alike} of {count(max(map(len, plans)), 'step')}, both schedulers planned the same decodes and prompt "
         "tokens. "
         + "Both preempted the youngest request." * youngest + "\n" + "\n".join(lines)
-    )  # fmt: skip
+    )
 
 
 def _plans(view: View) -> list[tuple[int, list[tuple[int, int]]]]:

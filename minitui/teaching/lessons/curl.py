@@ -54,7 +54,7 @@ async def request(stage: Stage) -> Seen:
         ("steps of the stream", steps), ("lines with data:", len(events)), ("  of these with text", len(texts)),
         (f"    {quoted(HELD)} and the next token", joined),
         (f"  others: {', '.join(others)}", len(events) - len(texts)),
-    )  # fmt: skip
+    )
     return Seen(
         "\n".join(f"   {name:<38}{n:>4}" for name, n in rows)
         + "\n\nThe first response is one JSON object. The second is a stream of events. "
@@ -139,7 +139,7 @@ async def _curl(command: list[str], got: Callable[[str], None]) -> None:
     process = await asyncio.create_subprocess_exec(
         command[0], "-sS", *command[1:], stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment,
         limit=LONGEST_LINE,
-    )  # fmt: skip
+    )
     assert process.stdout is not None and process.stderr is not None
     try:
         async for line in process.stdout:

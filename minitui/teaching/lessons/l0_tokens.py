@@ -72,7 +72,7 @@ async def cut_up(stage: Stage) -> Seen:
         + "\n\nThe two words of the question:\n\n" + "\n".join(words)
         + f"\n   tokens in the vocabulary: {tokenizer.vocab_size:,}",
         {(True, True): 0, (True, False): 1}.get((len(common) == 1, len(name) == 1), 2),
-    )  # fmt: skip
+    )
 
 
 async def score(stage: Stage) -> Seen:
@@ -130,7 +130,7 @@ async def again(stage: Stage) -> Seen:
     rows_of_table = (
         ("tokens of each step", " ".join(map(str, computed))), ("tokens of all steps", f"{together}"),
         ("prompt and reply", f"{prompt} + {reply} = {prompt + reply}"),
-    )  # fmt: skip
+    )
     return Seen(
         "\n".join(f"   {name:<22}{value}" for name, value in rows_of_table)
         + "\n\nThe first step computed the whole prompt. This is the prefill. Each later step computed one token: the "

@@ -14,7 +14,7 @@ from minitui.teaching.lessons.recorded_timelines import (
     launch_ms,
     overlap,
     overlap_choices,
-)  # fmt: skip
+)
 from minitui.teaching.lessons.step_costs import MODEL_READS
 from minitui.teaching.recorded_steps import recorded_device
 from minitui.teaching.stage import Stage
@@ -40,7 +40,7 @@ async def host_share(stage: Stage) -> Seen:
         "This engine runs on a GPU: a decode step replays a graph." if _on_gpu(stage)
         else "This engine runs on a CPU, which is both the host and the device. The engine does their work in turn. "
         "There are no graphs and no launches of kernels: “launch” is here the host's work around the forward pass."
-    )  # fmt: skip
+    )
     return Seen(
         f"In this run a decode step took {ms(timings.decode.p50)} ms (median). Plan, launch and commit took "
         f"{ms(timings.host_ms)} ms per step (mean). {device_note}"

@@ -88,7 +88,7 @@ async def single(stage: Stage) -> Seen:
         ("", "here", f"{MODEL.name}, {GPU.name}"),
         ("weights read for a token", f"{read / 1e6:.0f} MB", f"{MODEL_READS / 1e9:.1f} GB"),
         ("ms of reading alone", "–", ms(reading)), ("ms of a step", ms(stage.timings().decode.p50), ms(one)),
-    )  # fmt: skip
+    )
     return Seen(
         "\n".join(f"   {name:<24}{here:>9}{there:>18}" for name, here, there in rows_of_table)
         + f"\n\nThe {GPU.name} reads {MODEL_READS / 1e9:.1f} GB in {ms(reading)} ms. The whole step took {ms(one)} ms. "

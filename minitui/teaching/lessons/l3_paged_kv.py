@@ -52,7 +52,7 @@ async def two_tables(stage: Stage) -> Seen:
         + "\nBoth chats take their blocks from one pool. So neighbours in a block table need not be neighbours in the "
         "pool.",
         {2: 0, 3: 1, 4: 2}.get(next(step for step, (_, blocks) in enumerate(seen, 1) if blocks > 1)),
-    )  # fmt: skip
+    )
 
 
 def _pieces_and_blocks(comparison: Comparison) -> str:
@@ -91,7 +91,7 @@ async def cost(stage: Stage) -> Seen:
         ("a token", token), (f"a block of {size} tokens", token * size),
         (f"the pool of {info.num_blocks} blocks", token * size * info.num_blocks),
         (f"a chat of {prompt} tokens, {blocks} blocks", blocks * size * token),
-    )  # fmt: skip
+    )
     return Seen(
         "Bytes that are needed here:\n" + "\n".join(f"   {name:<36}{n:>12,}" for name, n in rows)
         + "\n\nThe prompt of this chat contains a system prompt and the question “What is the KV cache?”. (A system "

@@ -22,7 +22,7 @@ NONE = "no penalty"
 PENALTIES: dict[str, dict[str, Any]] = {
     NONE: {}, "repetition_penalty 1.2": {"repetition_penalty": 1.2},
     "frequency_penalty 0.5": {"frequency_penalty": 0.5}, "presence_penalty 1": {"presence_penalty": 1.0},
-}  # fmt: skip
+}
 LEAST, MOST = 4, 8  # words that are written before the probabilities are compared
 SEEDS = 40  # that are tried
 VISIBLE = 0.02  # each word is at least as likely without a penalty
@@ -133,7 +133,7 @@ async def same_seed(stage: Stage) -> Seen:
         + "\nThe second reply is equal to the first: other requests do not change the noise."
         + third * same_end,
         0 if same_end else 1 if end == alone[:-GIVEN] else 2,
-    )  # fmt: skip
+    )
 
 
 def _joined(stage: Stage, tokens: list[int]) -> str:

@@ -43,7 +43,7 @@ async def disconnect(stage: Stage) -> Seen:
         ("blocks of the aborted request", held), ("  shared with the other request", shared),
         ("  its own, full", own), ("cached blocks after the abort", kept),
         ("tokens of the prompt, sent again", prompt), ("  from the cache", cached), ("  computed", prompt - cached),
-    )  # fmt: skip
+    )
     return Seen(
         "\n".join(f"   {name:<36}{n:>4}" for name, n in rows) + "\n\nThe full blocks of the aborted request stayed in "
         "the cache. Only the block that it was filling became free. The other request also holds the shared blocks, "

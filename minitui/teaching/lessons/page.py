@@ -170,7 +170,7 @@ def find_code(reference: str) -> Code:
         found = [
             child for child in node.body
             if isinstance(child, (ClassDef, FunctionDef, AsyncFunctionDef)) and child.name == part
-        ]  # fmt: skip
+        ]
         if not found:
             raise EngineError(f"{path} has no {name}")
         node = found[0]

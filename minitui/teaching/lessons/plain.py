@@ -60,7 +60,7 @@ async def _print_page(page: Page, stage: Stage, out: Callable[[str], None]) -> N
 async def print_with_own_engine(
     lesson: Lesson, source: Source, system: str, sampling: Sampling, out: Callable[[str], None], load: Any = load_codec,
     restart: Restart | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Starts the engine, prints the lesson and closes the engine; returns the exit code. `restart`: see Stage."""
     async with plain_stage(
         source, sampling, load, system=system, say=lambda text: None, beat=0.0, restart=restart, home=lesson.options

@@ -39,7 +39,7 @@ async def eager_and_graphs(stage: Stage) -> Seen:
         "device has pauses between the kernels. The graphs have the same kernels, but the host launches them with two "
         f"calls. Then the host mostly waits for the device, which works at most {ms(device)} ms in a step.",
         min(range(3), key=lambda i: abs(expected[i] - eager.step_ms)),
-    )  # fmt: skip
+    )
 
 
 async def larger_model(stage: Stage) -> Seen:
@@ -60,7 +60,7 @@ async def larger_model(stage: Stage) -> Seen:
         f"works at most {ms(device_ms(large.timeline(GRAPHS, 1)))} ms in a step. The small model has fewer weights to "
         "read, so a graph saves a larger share of its step.",
         min(range(len(choices)), key=lambda i: abs(choices[i] - gain(large))),
-    )  # fmt: skip
+    )
 
 
 async def overlap(stage: Stage) -> Seen:
@@ -82,7 +82,7 @@ async def overlap(stage: Stage) -> Seen:
         "next step is launched before the device needs it. Here, the host needs less time than the device: so a "
         "step takes only as long as the device works. The steps in L2 Model and weights are with overlap.",
         min(range(len(choices)), key=lambda i: abs(choices[i] - one[1].step_ms)),
-    )  # fmt: skip
+    )
 
 
 def overlap_choices(model: RecordedModel) -> tuple[float, float, float]:
@@ -104,7 +104,7 @@ def gain_choices(small: RecordedModel, large: RecordedModel) -> tuple[float, flo
     return (
         gained * large.kernels[1][0] / small.kernels[1][0], gained,
         launch_ms(large.timeline(EAGER, 1)) / large.kernels[1][1],
-    )  # fmt: skip
+    )
 
 
 def launch_ms(timeline: RecordedTimeline) -> float:

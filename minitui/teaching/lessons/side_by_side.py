@@ -38,7 +38,7 @@ def side_by_side(
         lines = [
             _line(one) for one in comparison.differences
             if one.quantity.name in shown or (told is None and f" {one.quantity.words} was" in sentence)
-        ]  # fmt: skip
+        ]
         if counted is not None:
             pairs = zip(*map(counted, comparison.runs), strict=True)
             lines = [f" {title:<28}{one:>10}{other:>20}" for (title, one), (_, other) in pairs] + lines

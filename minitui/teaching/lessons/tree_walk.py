@@ -118,7 +118,7 @@ async def walk(stage: Stage) -> Seen:
         f"{count(equal, 'block')} of {size} were equal: {cached} of {prompt} tokens. The node was split after them. "
         f"The other {prompt - cached} tokens were computed.",
         dict.fromkeys((ids[: size * (n + 1)] for n in range(equal)), "match"), new=True,
-    )  # fmt: skip
+    )
     return Seen(
         f"The engine's record of the hit: r{id} took {cached} of its {prompt} prompt tokens from the tree. Why not "
         f"more? The engine says: {match_reason(record.stop, record.at)}. This token is in the middle of a block, and "
@@ -178,7 +178,7 @@ async def touch_and_evict(stage: Stage) -> Seen:
         "ends, and only as many blocks as are needed.",
         None if not others or set(theirs) - {block.number for block in lost} else
         1 if mine[0] in others else 2 if others == mine[-len(others):] else None,
-    )  # fmt: skip
+    )
 
 
 def _blocks(stage: Stage, word: str) -> list[int]:

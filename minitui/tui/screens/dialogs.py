@@ -98,7 +98,7 @@ class ChoiceDialog(Overlay[str | None]):
 
     def __init__(
         self, title: str, choices: list[tuple[str, str]], searched: list[str] | None = None, first: int = 0
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self._title, self._choices, self._first = title, choices, first
         self._searched = [text.lower() for text in searched or [f"{choice} {why}" for choice, why in choices]]

@@ -33,7 +33,7 @@ from minitui.tui.widgets.lesson.panels import (
     PANELS,
     RESULT_ROWS,
     arrangement,
-)  # fmt: skip
+)
 from minitui.tui.widgets.lesson.text import LessonText, hints, page_lines
 from minitui.tui.widgets.lesson.wire import WireLines
 from minitui.viewmodel.view import View

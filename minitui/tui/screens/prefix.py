@@ -55,7 +55,7 @@ class PrefixPanel(LinePanel):
         summary = summarise(self.found)
         below = [*self._chosen(self.found[self.at], width), (), *(
             row for line in what_costs(summary) for row in wrapped(line, "dim", width)
-        )]  # fmt: skip
+        )]
         room = max(1, height - 1 - min(len(below) + 1, height // 2 + 2))
         first = max(0, min(self.at - room // 2, len(self.found) - room))
         rows = [self._heads(width)]

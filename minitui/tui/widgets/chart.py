@@ -44,7 +44,7 @@ def scale_of(values: np.ndarray, usual: np.ndarray | None = None) -> Scale:
 def bars(
     values: np.ndarray, styles: Sequence[str], scale: Scale, rows: int, width: int, label: Callable[[float], str],
     solid: np.ndarray | None = None, cursor: int | None = None,
-) -> list[Runs]:  # fmt: skip
+) -> list[Runs]:
     """Returns the rows of a chart, with labels of the scale at the left. `values`: NaN for an empty column.
 
     `solid`: each bar is solid up to this value, and shaded from there to its end. `cursor`: the selected column.

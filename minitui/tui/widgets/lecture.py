@@ -102,4 +102,4 @@ class Why(LinePanel, can_focus=False):
         rows.append(choices.done(width))
         return Picture(rows, title="Predict", legend=[
             (" ".join(LETTERS[: len(question.choices)]), "ink"), (" answer  ", "dim"), ("n", "ink"), (" reveals", "dim")
-        ])  # fmt: skip
+        ])

@@ -77,7 +77,7 @@ class ReplayBar(Bar):
             (glyphs().active if i == head else glyphs().peak if i in marks else glyphs().rule,
              "accent" if i == head else "hit" if i in marks else "frame")
             for i in range(room)
-        ]  # fmt: skip
+        ]
 
     def clicked(self, view: View, column: int, row: int) -> None:
         if column not in self._places:

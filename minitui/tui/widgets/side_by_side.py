@@ -87,7 +87,7 @@ machine, times are not. The mouse wheel changes the scale, and dragging moves th
         shown = (
             tuple((run.moment, id(run.view.texts.group_names)) for run in comparison.runs), width, height, self.unit,
             self.cursor, self.chosen, self.zoom, self.left, self.has_focus, glyphs(),
-        )  # fmt: skip
+        )
         if self._drawn is None or self._drawn[0] != shown:  # a run of 30,000 steps takes 50 ms to draw
             self._drawn = shown, self._draw(comparison, width, height)
         return self._drawn[1]

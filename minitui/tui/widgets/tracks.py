@@ -28,7 +28,7 @@ STYLES = {
     "mixed": "prefill", "prefill": "prefill", "queued": "dim", "preempted": "bad", "finished": "good",
     "drafts": "draft", "stall": "bad", UNKNOWN: "dim", PERHAPS: "dim", STEP: "faint", KERNELS: "decode",
     PAUSES: "prefill",
-}  # fmt: skip
+}
 PLAIN = ("dim", "faint")  # labels in these colours are drawn without a background
 ROUNDING = 1e-6  # cells
 TICK = 12  # cells: the least distance of two ticks of the scale
@@ -143,14 +143,14 @@ def mark(kind: str, request: bool = False) -> str:
     g = glyphs()
     if request:
         return {"queued": g.queued, "prefill": g.prefill, "decode": g.decode, "drafts": g.gaining,
-                "stall": g.stall, "preempted": g.preempted, "finished": g.finished}[kind]  # fmt: skip
+                "stall": g.stall, "preempted": g.preempted, "finished": g.finished}[kind]
     return {
         "commit": g.commit, "emit": g.emit, "gate": g.gate, "plan": g.plan, "launch": g.launch, "wait": g.wait,
         LAUNCH_OR_WAIT: g.not_reported, NOT_REPORTED: g.not_reported,
         "idle": " ", "gc": g.gc, "delayed": g.delayed, "stop": g.stop,
         "decode": g.busy, "mixed": g.prefill, "prefill": g.prefill, UNKNOWN: g.dash, STEP: " ",
         PERHAPS: g.perhaps, KERNELS: g.kernels, PAUSES: g.pauses,
-    }[kind]  # fmt: skip
+    }[kind]
 
 
 def track(

@@ -130,7 +130,7 @@ class Comparison:
             f"{duration(figures.delayed)} ({figures.delayed / figures.time:.0%}) of {run.name or 'this run'}"
             for run in self.runs
             if (figures := run.figures).delayed is not None and figures.delayed > CLEAR * figures.time
-        ]  # fmt: skip
+        ]
         if not parts:
             return ""
         return f"Other programs used the core for {listed(parts)}: on a quiet machine, the times are shorter."
@@ -189,11 +189,11 @@ SETTINGS = {  # a fact about an engine -> its name in words
     "chunked_prefill": "chunked prefill", "scheduling_policy": "scheduling policy",
     "eviction_policy": "order of eviction", "speculation": "speculation",
     "attention": "attention", "overlap": "overlap", "tensor_parallel_size": "ranks",
-}  # fmt: skip
+}
 CHANGED = {  # a setting -> the quantity that it is meant to change (figures.py)
     "prefix_caching": "computed", "chunked_prefill": "gap_longest", "scheduling_policy": "steps",
     "speculation": "steps", "num_blocks": "preemptions",
-}  # fmt: skip
+}
 TITLE, VALUE, CHANGE = 24, 22, 9  # cells of a column
 
 
@@ -249,13 +249,13 @@ def as_data(comparison: Comparison, title: str, infos: Sequence[EngineInfo], not
             "better": one.better,
         }
         for one in comparison.differences
-    }  # fmt: skip
+    }
     return {
         "title": title,
         "runs": [_run(run, info) for run, info in zip(comparison.runs, infos, strict=True)],
         "differences": changes, "sentence": comparison.sentence, "unlike": comparison.unlike,
         "notes": [note for note in notes if note],
-    }  # fmt: skip
+    }
 
 
 def _run(run: Run, info: EngineInfo) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Quantity:
 def _figure(
     key: str, title: str = "", words: str = "", less: bool | None = True, samples: str = "", *, each: bool = False,
     told: bool = False, optional: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """Returns a field of RunFigures (see Quantity). Without a title, the figure is only in the JSON."""
     return field(metadata={"key": key, "row": (title, words, less, samples, each, told, optional)})
 
@@ -109,11 +109,11 @@ class RunFigures:
         "blocks_evicted", "blocks evicted", "number of evicted blocks", optional=True)
     drafted: int = _figure("draft_tokens", "drafts checked", "number of drafts checked", None, optional=True)
     accepted: int = _figure(
-        "draft_tokens_accepted", "drafts accepted", "number of drafts accepted", None, optional=True)  # fmt: skip
+        "draft_tokens_accepted", "drafts accepted", "number of drafts accepted", None, optional=True)
 
 
 KEYS = {one.name: one.metadata["key"] for one in fields(RunFigures)}  # a figure -> its key in JSON
 QUANTITIES = tuple(
     Quantity(name, KEYS[name], *row)
     for name, row in ((one.name, one.metadata["row"]) for one in fields(RunFigures)) if row[0]
-)  # fmt: skip
+)

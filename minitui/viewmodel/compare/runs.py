@@ -131,7 +131,7 @@ class Run:
             Span(KINDS[kind], self.first + i, float(clock.begins[i]), float(clock.ends[i]),
                  float(clock.ends[i] - clock.begins[i]))
             for i, kind in zip(range(low, high), steps.kinds(at).tolist(), strict=True)
-        ]  # fmt: skip
+        ]
 
     def phases(self, unit: str, lane: Lane) -> list[Span]:
         """Returns the phases of a request on a clock: the kinds of REQUESTS, DRAFTS and STALL."""
@@ -243,7 +243,7 @@ class Run:
             tokens_a_step=replies / n if n else None, firsts=len(firsts), first_p50=first_p50, first_p99=first_p99,
             gaps=len(gaps), gap_p50=gap_p50, gap_p99=gap_p99,
             gap_longest=None if longest is None else longest.ms, longest=longest,
-        )  # fmt: skip
+        )
 
     def _gaps(self) -> tuple[np.ndarray, Longest | None]:
         """Returns (the gaps between the tokens of all requests in ms, the longest of them)."""
@@ -280,7 +280,7 @@ def _marked(spans: list[Span], mark: Span) -> list[Span]:
         pieces = (
             span._replace(end=begin, ms=begin - span.begin), mark._replace(begin=begin, end=end, ms=end - begin),
             span._replace(begin=end, ms=span.end - end),
-        )  # fmt: skip
+        )
         marked += [piece for piece in pieces if piece.end > piece.begin]
     return marked
 

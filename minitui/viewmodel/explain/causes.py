@@ -129,7 +129,7 @@ def explain(row: StepRow, model: CostModel | None) -> Explanation | None:
     prefills = [
         Prefill(row.step + i, float(cost[0]), _prefill_parts(window, row, i))
         for i, cost in times.prefill.items() if cost[0] > 0
-    ]  # fmt: skip
+    ]
     untold = bool(times.untold[0]) and beside is None
     found = Explanation(took, expected, tuple(prefills), tolerance, beside=beside, untold=untold)
     if excess <= found.variation or (excess <= tolerance and parts is None):
@@ -213,7 +213,7 @@ def _host_parts(window: Windows, row: StepRow, model: CostModel, lacking: bool) 
     steps, (took, own) = model.steps, _measured(window)
     told = WITHOUT_PREFILL | (not lacking)
     usual = {i: {name: float(part.of(work * told)[0]) for name, part in model.host.items()}
-             for i, work in ((-1, window.before), (0, window.work), (1, window.ahead))}  # fmt: skip
+             for i, work in ((-1, window.before), (0, window.work), (1, window.ahead))}
     found = [
         _Part(f"commit of {_named(steps, row.step - 1, row.step)}", took["commit"], usual[-1]["commit"], "commit"),
         _Part(f"{EMIT}{_came(steps.came(row.step))}", took["emit"], model.emit, "emit"),

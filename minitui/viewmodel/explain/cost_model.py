@@ -109,7 +109,7 @@ def _non_negative(work: np.ndarray, took: np.ndarray) -> np.ndarray:
 FEATURES = (
     "steps", "steps with several rows", "rows", "draft tokens", "prefill steps", "prefill tokens", "keys",
     "prefill pairs",
-)  # fmt: skip
+)
 WITHOUT_PREFILL = np.array([not name.startswith("prefill") for name in FEATURES])
 SEVERAL = FEATURES.index("steps with several rows")
 ROWS = [FEATURES.index("rows"), FEATURES.index("draft tokens")]
@@ -295,7 +295,7 @@ def windows(steps: Steps, at: np.ndarray) -> Windows:
     return Windows(
         number, _work(steps, at), _work(steps, following) * ahead[:, None], _work(steps, previous) * before[:, None],
         here, np.where(~here & (waited < WAITED), head, 0.0), parts, own, took, np.minimum(paused, took), device,
-    )  # fmt: skip
+    )
 
 
 def _work(steps: Steps, at: np.ndarray) -> np.ndarray:
@@ -304,7 +304,7 @@ def _work(steps: Steps, at: np.ndarray) -> np.ndarray:
     columns = (
         np.ones(len(at)), rows > 1, column("decodes")[at], column("drafted")[at], tokens > 0, tokens,
         column("keys")[at], column("pairs")[at],
-    )  # fmt: skip
+    )
     return np.column_stack(columns).astype(np.float64)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PAUSES = ("process_stopped", "garbage_collection", "other_program")
 SEVERAL = {  # key of causes in several steps -> their common name, if it does not begin each of their names
     "other_prefill": "prefill of other requests", "beside_prompts": "usual extra time with or before prompts",
-}  # fmt: skip
+}
 
 
 def explain_first_token(view: View, lane: Lane, queue_ms: float, prefill_ms: float) -> Reason | None:
@@ -80,7 +80,7 @@ def explain_first_token(view: View, lane: Lane, queue_ms: float, prefill_ms: flo
     return Reason(
         sum(usual) if usual else None, _merged(causes), sum(reason.unexplained for reason in found), variation,
         tuple(part for part in varied if part.ms >= least),
-    )  # fmt: skip
+    )
 
 
 def _prefill_steps(view: View, lane: Lane) -> list[int]:

@@ -88,7 +88,7 @@ class Limit:
         who, only = {
             "device": ("the host waits for it", ""), "host": ("it waits for the device", "only "),
             None: ("the host waits for the device", ""),
-        }[self.by]  # fmt: skip
+        }[self.by]
         return f"{who} {only}{self._waits}"
 
     @property
@@ -117,7 +117,7 @@ class Limit:
         texts = [
             (opening + claim, of + why + tail)
             for claim in claims for of in shares for opening in openings for tail in (others + last, others, last, "")
-        ]  # fmt: skip
+        ]
         if not self.which and self.waits is not None:
             waiting = f"{'it' if self.by == 'host' else 'the host'} waits {self._waits}"
             texts.append((openings[-1] + claims[1], f": {waiting}"))

@@ -253,4 +253,4 @@ def _after_preemption(view: View, lane: Lane, gap: Gap) -> Reason:
         sum(usual) if usual else None, tuple(causes), sum(reason.unexplained for reason in found),
         sum(reason.variation for reason in found), tuple(part for reason in found for part in reason.varied),
         "" if computing or not again else f"{count(again, 'token')} computed again",
-    )  # fmt: skip
+    )

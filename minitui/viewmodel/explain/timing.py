@@ -20,7 +20,7 @@ from minitui.viewmodel.explain.causes import (
     largest_first,
     neighbour,
     prefilled,
-)  # fmt: skip
+)
 from minitui.viewmodel.explain.cost_model import CostModel
 from minitui.viewmodel.explain.limits import Limit, OtherPrograms, limits
 from minitui.viewmodel.history.steps import KINDS, StepRow, Steps

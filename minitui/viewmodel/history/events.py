@@ -116,7 +116,7 @@ _RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step be
     "admit": ("admit", 1), "match": ("hit", 1), "preempt": ("preempt", 1), "requeue": ("preempt", 0),
     "finish": ("finish", 0), "wait": ("wait", 1), "refuse": ("refuse", 0), "fail": ("fail", 0), "gate": ("pace", 0),
     "pace": ("pace", 0), **{kind: (kind, 1) for kind in PAGES},
-}  # fmt: skip
+}
 
 
 def looked_up(event: Event) -> int:

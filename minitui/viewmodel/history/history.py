@@ -152,7 +152,7 @@ class History(Reader):
     def on_time(
         self, step: int, plan_us: float, launch_us: float | None, commit_us: float, wall_ms: float,
         device_ms: float | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         steps, rates = self.steps, self.rates
         self.lanes.ended_step = step
         took_ms, host_ms = steps.took_ms(step), (plan_us + (launch_us or 0) + commit_us) / 1e3

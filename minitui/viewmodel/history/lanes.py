@@ -56,7 +56,7 @@ class Lanes(Reader):
             cached_before=request.cached_tokens, preemptions=request.preemptions,
             preempted_before=request.preemptions > 0,
             admitted_before=request.state == "running" or request.preemptions > 0,
-        )  # fmt: skip
+        )
         lane.running = request.state == "running"
         self.lanes[lane.id] = self.active[lane.id] = lane
         self.newest = max(self.newest, lane.id)

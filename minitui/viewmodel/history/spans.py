@@ -85,7 +85,7 @@ class Timeline(Axis):
                 ("gate", row.step, parts.gate), ("plan", n, plan), ("launch", n, launch),
                 ("emit", n, parts.emit - emits), ("plan", n + 1, parts.plan - plan),
                 ("launch", n + 1, parts.launch - launch),
-            ]  # fmt: skip
+            ]
         spans = []
         if before is not None and (gap := begin - ended(before)) > NOISE:
             left_out = row.cut_ms - before.cut_ms - (parts.gate - gate)

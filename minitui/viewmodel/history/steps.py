@@ -206,7 +206,7 @@ class Steps(Reader):
     def on_time(
         self, seq: int, t: float, step: int, plan_us: float, launch_us: float | None, commit_us: float, wall_ms: float,
         device_ms: float | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         came, self._new = self._new, []
         i = step % self.capacity
         if self._step[i] != step:
@@ -296,7 +296,7 @@ class Steps(Reader):
     def on_parts(
         self, step: int, commit_us: float, emit_us: float, gate_us: float, plan_us: float, launch_us: float,
         wait_us: float, gc_us: float, delayed_us: float | None, stops: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._paused_s += gate_us / 1e6
         if step not in self:
             return

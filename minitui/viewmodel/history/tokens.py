@@ -48,7 +48,7 @@ class Arrivals:
         return Gap(
             float(self.at[i] - self.at[i - 1]) * 1e3, int(self.first[i]), int(self.steps[i]), int(self.steps[i - 1]),
             float(self.paused[i] - self.paused[i - 1]) * 1e3,
-        )  # fmt: skip
+        )
 
 
 NONE = Arrivals(np.empty(0, np.int64), np.empty(0), np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64))
@@ -77,7 +77,7 @@ class TokenTimes:
         return Arrivals(
             np.r_[step, found.steps], np.r_[at, found.at], np.r_[paused, found.paused],
             np.r_[earlier.stats.tokens, found.first], np.r_[earlier.stats.tokens, found.last],
-        )  # fmt: skip
+        )
 
     def after_preemptions(self, step: int) -> list[float]:
         """Returns, in ms, the gaps that ended in this step and in which a request was preempted."""

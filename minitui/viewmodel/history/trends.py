@@ -56,7 +56,7 @@ class Metric:
 METRICS = (
     Metric("first token", "ms", 0.05, 99), Metric("token gaps", "ms", 0.05, 99), Metric("hit of a prompt", "%", 0.0, 1),
     Metric("pool", "%", 0.0, 99, level=True), Metric("queue", "", 1.0, 99, level=True),
-)  # fmt: skip
+)
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 
@@ -134,7 +134,7 @@ class Ring:
         return (
             np.add.reduceat(counts, begins, axis=0), np.minimum.reduceat(lowest, begins),
             np.maximum.reduceat(highest, begins),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class Trends:
     def _of_samples(
         self, name: str, times: np.ndarray, values: np.ndarray, counts: np.ndarray, seconds: float, first: int,
         last: int, k: int,
-    ) -> tuple[Percentiles, Percentiles]:  # fmt: skip
+    ) -> tuple[Percentiles, Percentiles]:
         """Returns the percentiles of columns of `k` buckets of `seconds`, and of all columns together."""
         buckets = (times / seconds).astype(np.int64)
         order = np.argsort(values)

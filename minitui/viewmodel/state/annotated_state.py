@@ -376,4 +376,4 @@ _CHANGES = {
         kind not in _NOT_IN_HISTORY,
     )
     for kind in KINDS
-}  # fmt: skip
+}

@@ -108,7 +108,7 @@ def of_block(state: State, block: int) -> Iterator[tuple[SidePool, int, list[tup
             held = [
                 (request, place) for request in state.requests.values()
                 for place, own in request.side[index].items() if own == page
-            ]  # fmt: skip
+            ]
             yield pool, page, held
 
 

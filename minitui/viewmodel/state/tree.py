@@ -154,7 +154,7 @@ class Tree:
             tokens=len(node.ids), users=node.users, saved=shown.saved_by(node), rank=self.eviction(shown).rank(node),
             pending=bool(state.pending) and any(block in state.pending for block in node.blocks[-64:]),
             has_children=bool(node.children), folded=node.id in self.folded,
-        )  # fmt: skip
+        )
 
     def _key(self, id: int) -> tuple[int, int, int, int]:
         saved, users, tokens = self._order.get(id, (0, 0, 0))

@@ -25,7 +25,7 @@ NAMED = 3  # a sentence names at most this many requests; the others are only co
 FINISHES = {
     "stop": ("finished", "end token or stop string"), "length": ("finished", "length limit"),
     "abort": ("ended", "cancelled"),
-}  # fmt: skip
+}
 
 
 def narrate(view: View, step: int) -> str:
@@ -38,7 +38,7 @@ def narrate(view: View, step: int) -> str:
     sentences = [
         *_failures(events), *_preemptions(events), *_admissions(view, row, events), *_evictions(view, events),
         *computed(view, row, admitted), *_pages(view, step), *_waiting(events), *_finishes(events),
-    ]  # fmt: skip
+    ]
     if sentences and (why := why_long(view, row)):
         took = took_words(row)
         sentences.append(f"It {'was' if took.startswith('ready') else 'took'} {took} ({why}).")

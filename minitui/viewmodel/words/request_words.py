@@ -116,14 +116,14 @@ def request_json(
         "preemptions": row.preemptions, "tokens_computed_twice": row.recomputed_tokens,
         "tokens_cached_after_preemption": row.reused_tokens,
         "tokens_computed_after_eviction": row.after_evictions,
-    }  # fmt: skip
+    }
 
 
 def stall_json(ms: float, step: int | None, prefills: list[int], waiting: list[int], why: str) -> dict[str, Any]:
     """Returns a stall that has not ended as plain data. `prefills`: the requests whose prompts the step computes."""
     return {
         "stall_ms": exact(ms), "so_far": True, "step": step, "prefill_of": prefills, "waiting": waiting, "text": why,
-    }  # fmt: skip
+    }
 
 
 def _gap(gap: Gap, reason: Reason) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _gap(gap: Gap, reason: Reason) -> dict[str, Any]:
         "ms": exact(gap.ms), "token": gap.token, "step": gap.step, "paused_ms": exact(gap.paused_ms),
         "causes_ms": {key: exact(took) for key, took in reason.by_key.items()}, "so_far": gap.so_far,
         "text": in_words(gap, reason),
-    }  # fmt: skip
+    }
 
 
 def _exact(value: float | None) -> float | None:

@@ -42,7 +42,7 @@ def tell(view: View, kind: str, id: Any) -> Story:
     """Returns the Story of a request, group, block, node or step."""
     tellers: dict[str, Callable[[View, Any], Story]] = {
         "request": _request, "group": _group, "block": _block, "node": _node, "step": _step,
-    }  # fmt: skip
+    }
     return tellers[kind](view, id)
 
 
@@ -118,7 +118,7 @@ def _group(view: View, group: str) -> Story:
         story.tell(
             f"r{lane.id}", f"{end} · {figures.cached_tokens:,} of {lane.prompt_tokens:,} prompt tokens from the tree"
             + (f" · {count(lane.output_tokens, 'token')}" if request is None and lane.output_tokens else "")
-        )  # fmt: skip
+        )
     return story
 
 
@@ -179,7 +179,7 @@ _HAPPENED = {  # kind of record -> what happened to the block
     "alloc": "allocated for r{id}", "hold": "taken by r{id} from the tree", "evict": "evicted with node {id}",
     "finish": "released by r{id}, which finished", "preempt": "released by r{id}, which was preempted",
     "requeue": "released by r{id}, which queues again",
-}  # fmt: skip
+}
 
 
 def _node(view: View, id: int) -> Story:
@@ -244,7 +244,7 @@ def _step(view: View, step: int) -> Story:
         story.tell("parts", f"since the results of step {step - 1:,}: {', '.join(since)} ms{paused}")
         delayed = "not read in this step" if row.parts.delayed is None else f"{ms(row.parts.delayed)} ms"
         story.tell("pauses", f"garbage collection {ms(row.parts.gc)} ms, another program on the core {delayed}"
-                   + (", stopped" if row.parts.stops else ""))  # fmt: skip
+                   + (", stopped" if row.parts.stops else ""))
     if row.comm_ms is not None:
         story.tell("exchange", f"{ms(row.comm_ms)} ms between {view.history.steps.ranks} ranks, waiting included")
     story.tell("waiting", _waiting(view, row))

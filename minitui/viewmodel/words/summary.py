@@ -61,7 +61,7 @@ def _strip(strip: Strip) -> dict[str, Any]:
     free, active, shared, cached = strip.counts
     return {
         "name": strip.name, "unit": strip.unit, "free": free, "active": active, "shared": shared, "cached": cached,
-    }  # fmt: skip
+    }
 
 
 def _limit(limit: OtherPrograms | Limit) -> dict[str, Any]:
@@ -69,14 +69,14 @@ def _limit(limit: OtherPrograms | Limit) -> dict[str, Any]:
         return {
             "steps": "all", "number_of_steps": limit.steps, "share_of_time": 1.0, "by": "other_programs",
             "other_programs": round(limit.share, 4), "other_programs_steps": limit.known,
-        }  # fmt: skip
+        }
     least, most = (None, None) if limit.waits is None else (round(share, 4) for share in limit.waits)
     return {
         "steps": limit.which or "all", "number_of_steps": limit.count or limit.steps,
         "share_of_time": round(limit.share, 4), "by": limit.by,
         "other_programs": None if limit.others is None else round(limit.others, 4),
         "other_programs_steps": limit.known, "host_waits": least, "host_waits_at_most": most,
-    }  # fmt: skip
+    }
 
 
 def _name(node: TreeRow) -> str:

@@ -211,7 +211,7 @@ class Teller:
         lines = [
             Line(r.t, view.history.lanes.lanes[r.request].submitted_step, "submit", self._submit(r))
             for r in submits if r.request in view.history.lanes.lanes
-        ]  # fmt: skip
+        ]
         lines += [
             Line(event.record.t, event.step, event.kind, KIND_PREFIXES.get(event.kind, "") + view.texts.event(event))
             for event in events

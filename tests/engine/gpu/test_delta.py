@@ -71,11 +71,11 @@ def test_an_entry_alone_computes_what_it_does_in_a_batch() -> None:
         states = StateMeta(
             torch.tensor(own, dtype=torch.int32, device=DEVICE),
             torch.tensor([0, len(own)], dtype=torch.int32, device=DEVICE), own, int(end - begin == 1),
-        )  # fmt: skip
+        )
         alone = Case(
             case.x[part], case.g[part], case.beta[part], case.weight, case.conv, case.recurrent, states, own,
             [0, len(own)], case.heads,
-        ).run()  # fmt: skip
+        ).run()
         assert torch.equal(alone[0], y[part]) and torch.equal(alone[2], out[part]), entry
         for *_, target in own:
             assert torch.equal(alone[1][target], conv[target]) and torch.equal(alone[3][target], recurrent[target])
@@ -91,11 +91,11 @@ def test_a_checkpoint_continues_as_if_it_had_been_passed() -> None:
         states = StateMeta(
             torch.tensor(own, dtype=torch.int32, device=DEVICE),
             torch.tensor([0, len(own)], dtype=torch.int32, device=DEVICE), own, 0,
-        )  # fmt: skip
+        )
         rest = Case(
             whole.x[begin:end], whole.g[begin:end], whole.beta[begin:end], whole.weight, conv, recurrent, states, own,
             [0, len(own)], whole.heads,
-        ).run()  # fmt: skip
+        ).run()
         assert torch.equal(rest[0], y[begin:end]) and torch.equal(rest[2], out[begin:end])
         assert torch.equal(rest[3][own[-1][3]], recurrent[whole.rows[-1][3]])
 

@@ -196,7 +196,7 @@ def test_every_path_draws_tokens_that_are_good_in_bfloat16(model: str, path: dic
 STORED = {
     "vocab_size": 5008, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
-}  # fmt: skip
+}
 KEPT = ("fp8 rows", "fp8 tensor", "fp8 blocks of 128", "int8 rows", "int8 tensor")
 LENGTHS = (40, 300)  # tokens of a prompt: fewer than SKINNY, and more
 CASES: list[tuple[str, dict[str, Any], tuple[float, float]]] = [

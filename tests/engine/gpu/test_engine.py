@@ -39,14 +39,14 @@ SHAPE = {
     "intermediate_size": 1536, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim":
     64, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
-}  # fmt: skip
+}
 OPTIONS: dict[str, Any] = {
     "dummy_weights": True, "load_tokenizer": False, "max_model_len": 2048, "max_num_batched_tokens": 512,
     "max_num_seqs": 48, "num_blocks": 1200,
-}  # fmt: skip
+}
 PATHS: dict[str, dict[str, Any]] = {
     "graphs": {}, "graphs without overlap": {"overlap": "off"}, "kernel by kernel": {"enforce_eager": True},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_overlap_changes_no_token(model: str) -> None:
             max_tokens=30, ignore_eos=True, repetition_penalty=1.1 if i % 7 == 0 else 1.0,
         )
         for i in range(len(asked))
-    ]  # fmt: skip
+    ]
     replies = [
         ids_of(LLM(model, **OPTIONS, overlap=overlap).generate(asked, settings, use_tqdm=False))
         for overlap in ("on", "off")
@@ -220,7 +220,7 @@ def test_prompts_that_arrive_while_many_decode_are_computed_with_them_in_one_gra
     raw = SHAPE if kind == "qwen3" else {
         **SHAPE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True, "decoder_sparse_step": 1,
-    }  # fmt: skip
+    }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     llm, rng = LLM(str(tmp_path), **OPTIONS), np.random.default_rng(0)
     runner: Any = llm.engine.runner

@@ -31,7 +31,7 @@ from tests.support.packing import FORMATS, quantise  # noqa: E402
 from tests.support.parity import our_logits  # noqa: E402
 
 SHAPES = [(128, 128, 32, True), (1024, 1152, 64, False), (4096, 4096, 128, False), (2048, 12288, 64, True),
-          (4096, 12288, 128, True), (4096, 5120, 32, False)]  # fmt: skip
+          (4096, 12288, 128, True), (4096, 5120, 32, False)]
 
 
 def matrix(n: int, k: int, group: int, offsets: bool) -> tuple[Int4Tiles, torch.Tensor]:

@@ -54,7 +54,7 @@ class Pages:
     def __init__(
         self, rng: np.random.Generator, lengths: list[int], block_size: int, kv_heads: int, dim: int,
         small: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`small`: of 8-bit numbers, with scales that are not all the same."""
         counts = [-(-length // block_size) for length in lengths]
         blocks = sum(counts) + 3
@@ -118,7 +118,7 @@ def features(special: str, heads: int) -> dict[str, Any]:
     return {
         "plain": {}, "window": {"window": 37}, "cap": {"softcap": 1.5}, "sinks": {"sinks": sinks},
         "all": {"window": 100, "softcap": 2.0, "sinks": sinks}, "wide window": {"window": 1000, "sinks": sinks},
-    }[special]  # fmt: skip
+    }[special]
 
 
 SPECIAL = ["window", "cap", "sinks", "all", "wide window"]
@@ -147,7 +147,7 @@ def test_decodes_with_windows_soft_caps_and_sinks(n: int, longest: int, fused: b
     decode_attention(
         qkv if fused else q, *caches, out, workspace, pages.table, rows, pages.lengths, dim**-0.5, group,
         fused=(weight, table, eps) if fused else None, kv_scales=pages.scales, **more,
-    )  # fmt: skip
+    )
     for i in range(0, n, max(1, n // 12)):
         assert error(out[i].view(1, -1, dim), pages.attention(i, q[i : i + 1], **more)) < BOUND
     assert not workspace.counters.any()
@@ -182,7 +182,7 @@ def test_chunks_with_windows_soft_caps_and_sinks(dim: int, small: bool, splits: 
                 q, pages.keys, pages.values, out, workspace, pages.table, pages.lengths, bounds, dim**-0.5,
                 first=2, max_seq_len=max(lengths), dense=dense, splits=splits, kv_scales=pages.scales, fresh=fresh,
                 **more,
-            )  # fmt: skip
+            )
             for i in range(2, len(chunks)):
                 where = slice(int(bounds[i]), int(bounds[i + 1]))
                 assert error(out[where].view(chunks[i], -1, dim), pages.attention(i, q[where], **more)) < BOUND
@@ -208,7 +208,7 @@ def test_decode_attention_equals_the_reference(
         decode_attention(
             q, pages.keys, pages.values, out, workspace, pages.table, rows, seq_lens, dim**-0.5, group,
             kv_scales=pages.scales,
-        )  # fmt: skip
+        )
         for i in range(0, n, max(1, n // 12)):
             assert error(out[i].view(1, -1, dim), pages.attention(i, q[i : i + 1])) < BOUND
         assert not out[n].any()
@@ -237,7 +237,7 @@ def test_fused_decode_equals_norm_rope_store_and_attention(small: bool, n: int, 
     decode_attention(
         qkv, keys, values, out, workspace, pages.table, rows, pages.lengths, dim**-0.5, group,
         fused=(weight, table, eps), kv_scales=pages.scales,
-    )  # fmt: skip
+    )
     assert error(at(keys, slots).float(), at(pages.keys, slots).float()) < (ROUNDED_APART if small else 1e-3)
     assert torch.equal(at(values, slots).float(), at(pages.values, slots).float())
     for i in range(0, n, max(1, n // 12)):
@@ -278,7 +278,7 @@ def test_prefill_attention_equals_the_reference(
                 q, pages.keys, pages.values, out, workspace, pages.table, pages.lengths, bounds, dim**-0.5,
                 first=decodes, max_seq_len=max(lengths), dense=dense, splits=splits, kv_scales=pages.scales,
                 fresh=fresh,
-            )  # fmt: skip
+            )
             for i in range(decodes, len(chunks)):
                 where = slice(int(bounds[i]), int(bounds[i + 1]))
                 assert error(out[where].view(chunks[i], -1, dim), pages.attention(i, q[where])) < BOUND
@@ -350,7 +350,7 @@ def test_gemv_equals_a_matrix_product(n: int, k: int) -> None:
 @pytest.mark.parametrize(
     "m,n,k",
     [(m, n, k) for m in (2, 16, 33, 64, 100, 128, 225, 256) for n, k in ((1024, 3072), (4096, 4096), (200, 256))],
-)  # fmt: skip
+)
 def test_split_linear_adds_up_to_a_matrix_product(m: int, n: int, k: int) -> None:
     x, w = normal(m, k), normal(n, k, std=0.02)
     form = split_linear.form_for(m, n, k)
@@ -365,7 +365,7 @@ def test_the_sampling_kernel_draws_what_the_sampler_draws(vocab: int) -> None:
         SamplingParams(temperature=0.0), SamplingParams(temperature=0.7), SamplingParams(temperature=0.8, top_k=5),
         SamplingParams(top_p=0.3), SamplingParams(min_p=0.1), SamplingParams(top_k=50, top_p=0.5, temperature=1.3),
         SamplingParams(temperature=0.01, top_p=0.9), SamplingParams(top_k=1), SamplingParams(temperature=3.0),
-    ]  # fmt: skip
+    ]
     n = len(asked)
     sampler = Sampler(n + 2, vocab, DEVICE, lambda array: torch.from_numpy(array.copy()).to(DEVICE))
     order = np.random.default_rng(0).permutation(n + 2)[:n].astype(np.int32)
@@ -389,7 +389,7 @@ def test_the_sampling_kernel_draws_what_the_sampler_draws(vocab: int) -> None:
         sample.draw(
             logits, rows, lengths, settings, top_k.to(torch.int32), keys, outcome, last, workspace, noisy=True,
             truncated=True,
-        )  # fmt: skip
+        )
         wanted = sampler.sample(
             logits[:n].float(), order, lengths[:n].cpu().numpy().astype(np.int64), rows[:n].long(), lengths[:n].long()
         )

@@ -36,7 +36,7 @@ class FakeRanks:
                 memory,
             )
             for rank in range(SIZE)
-        ]  # fmt: skip
+        ]
         self._streams = [torch.cuda.Stream() for _ in range(SIZE)]
 
     def __call__(self, run: Callable[[int, Mailbox], None]) -> None:
@@ -107,7 +107,7 @@ def test_the_best_of_all_pieces_is_the_best_of_the_whole_vocabulary(noisy: bool)
     whole = SampleWorkspace(rows, vocab, DEVICE)
     draw(
         logits, order, lengths, settings, top_k, keys, wanted, wanted_last, whole, noisy=noisy, truncated=False
-    )  # fmt: skip
+    )
     found = [outcome() for _ in range(SIZE)]
     pieces = [logits[:, rank * width : (rank + 1) * width].contiguous() for rank in range(SIZE)]
     spaces = [SampleWorkspace(rows, width, DEVICE) for _ in range(SIZE)]
@@ -118,7 +118,7 @@ def test_the_best_of_all_pieces_is_the_best_of_the_whole_vocabulary(noisy: bool)
         draw(
             pieces[rank], order, lengths, settings, top_k, keys, ids, last, spaces[rank], noisy=noisy, truncated=False,
             piece=(rank * width, scores[rank]),
-        )  # fmt: skip
+        )
         elect(scores[rank], ids, order, lengths, last, box)
 
     FakeRanks(512)(run)

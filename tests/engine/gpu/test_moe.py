@@ -165,7 +165,7 @@ SHAPE = {
     "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [1], "num_hidden_layers": 3,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
+}
 PATHS: dict[str, dict[str, Any]] = {"graphs": {}, "kernel by kernel": {"enforce_eager": True}}
 TOLERANCE = 0.15  # of a log-probability: where two experts are as good as equal, rounding chooses
 

@@ -30,7 +30,7 @@ ROOM_STEP = 50_000  # characters: each time that the newer messages have this nu
 TONE_STYLES = {  # the style of each of markdown.TONES
     "text": "ink", "strong": "bold ink", "em": "ink", "code": "hit", "link": "underline hit", "heading": "bold hit",
     "bullet": "running", "quote": "dim", "rule": "dim", "fence": "hit on empty-chip", "strike": "dim", "dim": "dim",
-}  # fmt: skip
+}
 
 _plain = lru_cache(maxsize=8)(markdown.plain)
 
@@ -260,7 +260,7 @@ class Transcript(ScrollView, can_focus=True):
         lines = [
             line[max(LABEL, span[0]) : max(LABEL, span[1]) if span[1] >= 0 else None]
             for line, span in spans if span is not None
-        ]  # fmt: skip
+        ]
         return "\n".join(lines), "\n"
 
     def selection_updated(self, selection: Selection | None) -> None:

@@ -99,7 +99,7 @@ def by_refs(view: View) -> Layer:
     legend = [
         _entry("1", one, "held by one request"), _entry("2-9", several, "by 2 to 9"),
         _entry("+", many, "by ten or more"), _entry(*cached, "by none: cached"), _free(),
-    ]  # fmt: skip
+    ]
     return Layer(codes, looks, legend)
 
 

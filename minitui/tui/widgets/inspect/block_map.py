@@ -80,7 +80,7 @@ class Grid:
 def grid(
     blocks: int, width: int, height: int, first: int = 1, one_each: bool = False, numbered: bool = False,
     halves: int = 1,
-) -> Grid:  # fmt: skip
+) -> Grid:
     """Returns the grid with the widest cells that fit, for `blocks` blocks numbered from `first`.
 
     `one_each`: k is 1, and the grid has as many of the blocks as fit. `numbered`: each cell has the number of its

@@ -79,7 +79,7 @@ The last block has the slot of the newest state.""")
             ("number", "on-fill on active", "private"),
             ("number", "on-fill on cached", "only in the tree") if request.side else
             (f"n/{size}", "ink", "tokens in the last block"),
-        )  # fmt: skip
+        )
         return Picture(rows, title=title, note=note, legend=key)
 
     def _label(self, view: View, id: int, group: str) -> Row:
@@ -109,13 +109,13 @@ The last block has the slot of the newest state.""")
         key = legend(
             ("number", "on-fill on cached", "cached"), ("number", "on-fill on shared", "in use"),
             ("number", "dim", "freed"),
-        )  # fmt: skip
+        )
         return Picture(rows, title="Block table · at finish", legend=key)
 
     def _chips(
         self, view: View, table: list[int], computed: int, size: int, width: int, height: int,
         fates: list[str] | None = None, side: Sequence[Mapping[int, int]] = (),
-    ) -> list[Runs]:  # fmt: skip
+    ) -> list[Runs]:
         """Returns lines of chips. `fates`: AnnotatedState.fate of each block, for a finished request. `side`: of a
         request, its pages in the side groups.
 

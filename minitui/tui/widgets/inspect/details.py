@@ -70,7 +70,7 @@ class HoverCard(LinePanel, can_focus=False):
         self.styles.width, self.styles.height = width, height
         self.styles.offset = (
             max(0, min(place.x + 2, whole.width - width)), place.y + 1 if below else max(0, place.y - height),
-        )  # fmt: skip
+        )
         self.paint(view)
 
     def picture(self, view: View, width: int, height: int) -> Picture:

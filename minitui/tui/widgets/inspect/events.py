@@ -87,7 +87,7 @@ STYLES = {
     "admit": "decode", "hit": "hit", "miss": "dim", "evict": "pool", "preempt": "bad", "finish": "dim",
     "wait": "waiting", "refuse": "bad", "fail": "bad", "pace": "accent", "lose": "pool", "take": "prefill",
     "borrow": "hit", "drop": "dim", "keep": "hit",
-}  # fmt: skip
+}
 NARROW = 50  # cells; narrower panels show shorter texts
 FILTERS = (
     ("all", ()),

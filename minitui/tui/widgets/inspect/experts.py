@@ -81,7 +81,7 @@ the most work.""")
         return legend(
             (g.free, "faint", "none"), (g.spark[MEAN - 2], "dim", "half"), (g.spark[MEAN], "host", "the mean"),
             (g.spark[MEAN + 2], "prefill", "twice"),
-        )  # fmt: skip
+        )
 
     def _layer(self, layer: int, relative: np.ndarray, each: int, width: int, chosen: bool) -> Runs:
         """Returns a layer's row. Each cell shows the highest load of `each` experts."""

@@ -31,11 +31,11 @@ def host_and_device(view: View, width: int) -> list[Runs]:
     if t.device_ms is None:
         parts = (": plan, launch and commit", "") if t.launch_known else (
             ": plan and commit; the launch is unknown", " without launch"
-        )  # fmt: skip
+        )
         whole, brief = (
             ("not measured: this device computes during the launch", "not measured") if t.launch_known
             else (f"{glyphs().dash} (this engine does not report its device)", "not reported")
-        )  # fmt: skip
+        )
         room = width - LABEL
         told = (*(part + others for part in parts if others), *parts)
         host.add(host_text.strip() + fitting(room - len(host_text) + 1, *told), "ink")
@@ -85,7 +85,7 @@ def _tracks(line: Timeline, room: int) -> tuple[list[Run], list[Run]]:
     steps = line.arrivals(max(line.first, line.last - wanted + 1), line.last)
     longest = sum(step.end - step.begin for step in steps) / len(steps) / 5
     cuts = [(after.begin, gap - longest) for before, after in pairwise(steps)
-            if (gap := after.begin - before.end) > longest]  # fmt: skip
+            if (gap := after.begin - before.end) > longest]
 
     def moved(span: Span) -> Span:
         by = sum(cut for place, cut in cuts if span.end > place)

@@ -76,7 +76,7 @@ class Icicle:
 
 def icicle(
     view: View, nodes: Sequence[TreeRow], marks: Marks, width: int, height: int, split: int = 0, age: float = 1.0,
-) -> Icicle:  # fmt: skip
+) -> Icicle:
     """Returns the picture of these nodes, which are in tree order: at most `height` rows, the first one the axis.
     `split`: the node that was split `age` seconds ago: its branches still move to their places.
     `marks`: of a node that begins at a token: (position in it, role, text) for each role that begins inside."""
@@ -199,7 +199,7 @@ def _axis(per_column: float, columns: int, width: int) -> Runs:
 def _row(
     bars: Sequence[Bar], y: int, per_column: float, marks: Marks,
     width: int, close: bool = False,
-) -> Runs:  # fmt: skip
+) -> Runs:
     """Returns row `y` of the bars. `close`: there is no gap between rows, so a line ends each bar."""
     g = glyphs()
     row = Row()

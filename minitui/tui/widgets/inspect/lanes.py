@@ -30,10 +30,10 @@ STEPS_PER_COLUMN = (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500)
 STYLES = {
     NOTHING: "ink", QUEUED: "dim", DECODING: "decode", GAINING: "draft", PREFILLING: "prefill", FINISHED: "good",
     PREEMPTED: "bad", STALL: "bad", STALL_WORDS: "bold on-fill on bad",
-}  # fmt: skip
+}
 WORDS = {
     PREFILLING: "prefill", DECODING: "decode", QUEUED: "waits", PREEMPTED: "preempted", FINISHED: "done",
-}  # fmt: skip
+}
 
 
 class BatchLanes(LinePanel):
@@ -373,4 +373,4 @@ def _marks() -> dict[int, str]:
         STALL: g.busy, STALL_WORDS: " ",
         NOTHING: " ", QUEUED: g.queued, DECODING: g.decode, GAINING: g.gaining, PREFILLING: g.prefill,
         FINISHED: g.finished, PREEMPTED: g.preempted,
-    }  # fmt: skip
+    }

@@ -136,7 +136,7 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         return legend(
             (g.busy, "decode", "decode"), (g.busy, "prefill", "with prompts"), (g.busy, "draft", "drafts"),
             (g.busy, "bad", "computed again"),
-        )  # fmt: skip
+        )
 
     def _chosen(self) -> int | None:
         """Returns the index of the chosen gap; None if there is no gap."""

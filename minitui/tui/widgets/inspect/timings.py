@@ -259,7 +259,7 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
         key = legend(
             (g.commit, "host", "plan, launch, commit"), (g.busy, "decode", "decode"),
             (g.prefill, "prefill", "with prefill"),
-        )  # fmt: skip
+        )
         note = self.own_key(keys, first=True) if t.slowest is not None else []
         return Picture(rows, title=_title(t), note=note, legend=key if tracks and t.device_ms is not None else [])
 

@@ -34,7 +34,7 @@ from minitui.tui.widgets.rows import (
     runs_width,
     whole_words,
     wrapped,
-)  # fmt: skip
+)
 from minitui.viewmodel.state.eviction import free_words, is_under_pressure, pressure_words
 from minitui.viewmodel.state.side_groups import kept_ends, tokens_before
 from minitui.viewmodel.state.tree import TreePicture, TreeRow
@@ -333,7 +333,7 @@ selected node.""")
         texts = [
             (words + " · ", f"{count(saved, 'prompt token')} saved {when}" + resumed),
             ("", f"{saved:,} saved {when}" + resumed),
-        ] if view.moment.reused.resumed else []  # fmt: skip
+        ] if view.moment.reused.resumed else []
         texts += [
             (words + " in total · ", f"{count(saved, 'prompt token')} saved {when}{minute}"),
             (words + " · ", f"{count(saved, 'prompt token')} saved {when}"),

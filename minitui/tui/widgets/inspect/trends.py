@@ -89,7 +89,7 @@ larger than the usual one, the scale is logarithmic.""")
             level = {
                 "pool": 100 * view.moment.shown.used, "queue": len(view.moment.shown.state.queue),
                 "hit of a prompt": None if rate is None else 100 * rate,
-            }.get(metric.name)  # fmt: skip
+            }.get(metric.name)
             rows += self._chart(metric, series, whole, level, max(0, each + (i < more) - 1), width, cursor)
         rows.append(self._axis(now, width, cursor))
         g = glyphs()
@@ -101,7 +101,7 @@ larger than the usual one, the scale is logarithmic.""")
     def _chart(
         self, metric: Metric, series: Series, whole: tuple[float, float, int], level: float | None, rows: int,
         width: int, cursor: int | None,
-    ) -> list[Runs]:  # fmt: skip
+    ) -> list[Runs]:
         """Returns the rows of a chart. `level`: the value of a level at the moment of the picture; of hits, the hit
         rate, which counts all prompt tokens together."""
         p50, tail, count = whole if cursor is None else series.at(cursor)
@@ -127,7 +127,7 @@ larger than the usual one, the scale is logarithmic.""")
         drawn = bars(
             shown, [STYLES[metric.name]] * len(shown), scale, rows, width, lambda value: _mark(metric, value),
             solid=low, cursor=None if cursor is None else cursor * self._wide,
-        )  # fmt: skip
+        )
         return [row.done(width), *drawn]
 
     def _axis(self, now: float, width: int, cursor: int | None) -> Runs:

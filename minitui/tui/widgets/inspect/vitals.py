@@ -64,7 +64,7 @@ def vitals(view: View, n: int) -> list[Vital]:
               (f"% used, {held:.0f} % held", f"% · {held:.0f} % held", "%"),
               series("used"), "pool", top=1.0),
         Vital("step", ms(median) if median else glyphs().dash, _step_units(view), series("worst_ms"), "step"),
-    ]  # fmt: skip
+    ]
 
 
 def _step_units(view: View) -> tuple[str, ...]:

@@ -187,7 +187,7 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         alive = [
             lane for lane in (*view.history.lanes.ended_since(first), *view.history.lanes.active.values())
             if lane.submitted_step <= last + 1 and view.moment.begun(lane)
-        ]  # fmt: skip
+        ]
         alive.sort(key=lambda lane: lane.id)
         hidden = max(0, len(alive) - room)
         counted = hidden > 0 and room > 1

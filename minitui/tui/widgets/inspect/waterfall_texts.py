@@ -63,7 +63,7 @@ def at_cursor(place: float, left: float, host: Sequence[Span], device: Sequence[
 
 def figures(
     view: View, row: StepRow, width: int, seen: Collection[str] | None, room: int, within: Span | None,
-) -> list[Runs]:  # fmt: skip
+) -> list[Runs]:
     """Returns the rows with the times of a step's parts. They are also the legend of the tracks. `seen`: the kinds of
     the spans in sight; parts of other kinds are left out if they took no time. None: no part is left out. `room`: rows;
     with too few, the end of the cause is left out. `within`: the device began the step at a moment of this span; None:

@@ -111,7 +111,7 @@ class KeySlot(LinePanel, can_focus=False):
         rows = [
             Row(f"query {read.query} reads the key of token {read.key}", "bold ink").done(width),
             sums.done(width), slot.done(width), _table(read, width),
-        ]  # fmt: skip
+        ]
         return Picture(rows[:height], f"From position to slot {glyphs().middot} r{read.request}")
 
 

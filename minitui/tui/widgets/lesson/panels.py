@@ -39,15 +39,15 @@ PANELS: dict[str, type[LinePanel]] = {
     "runs-steps": RunsInSteps,
     "candidates": CandidateBars, "words": CandidateBars, "costs": CostCurves, "gpu": HostAndDevice,
     "blocks": NodeBlocks, "wire": WireLines,
-}  # fmt: skip
+}
 # Rows of these panels; on a narrow screen, all other panels have PANEL_ROWS. The timings need 10 for their tracks.
 HEIGHTS = {
     "step": 4, "occupancy": 2, "timings": 10, "candidates": 11, "words": 6, "attention": 12, "slot": 6, "costs": 11,
     "gpu": 9, "runs": 13, "runs-steps": 13, "blocks": 10,
-}  # fmt: skip
+}
 TALL = (  # on a wide screen, these panels have its height
     "attention", "blocks", "costs", "gpu", "runs", "runs-steps",
-)  # fmt: skip
+)
 RESULT_ROWS = {"lanes": 11}  # beside a result on a narrow screen: six requests, and the number of the others
 LIVE = ("map", "occupancy")  # before an experiment has run, these panels show the pool as it is
 PANEL_ROWS = 9

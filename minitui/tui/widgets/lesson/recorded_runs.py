@@ -40,7 +40,7 @@ between the kernels: the line below says how much of the time at least one kerne
         key = legend(
             *((mark(kind), STYLES[kind], kind) for kind in NAMES), (mark(KERNELS), STYLES[KERNELS], "kernels"),
             (mark(PAUSES), STYLES[PAUSES], "with pauses"),
-        )  # fmt: skip
+        )
         return Picture(rows, board.title, legend=key)
 
 
@@ -54,7 +54,7 @@ def _group(name: str, span: float, runs: tuple[RecordedRun, ...], until: float, 
         shown = begin + span * until
         host, device = (_clipped(spans, begin, shown) for spans in (
             line.host(line.first, line.last), line.device(line.first, line.last)
-        ))  # fmt: skip
+        ))
         device = [span._replace(kind=PAUSES if run.pauses else KERNELS) for span in device]
         for label, spans in ((f"{fit(run.name, 8)}host", host), ("        device", device)):
             cells: list[Run] = track(spans, scale, None, _labels)

@@ -53,7 +53,7 @@ class Runs(SideBySide):
         return [
             self._head(run, half), self.track_row(self.unit, scale, half), self._steps(run, None, half),
             *(self._lane(run, at, None, 0, half) for at in range(len(run.lanes))),
-        ]  # fmt: skip
+        ]
 
     def clicked(self, view: View, column: int, row: int) -> None:
         """Choose a pair of requests; below each other, the runs also have a cursor."""

@@ -15,7 +15,7 @@ CELL = 5  # cells of a block, with the space after it
 STYLES = {
     "kept": "on-fill on cached", "looked": "bold on-fill on accent", "match": "bold on-fill on good",
     "new": "on-fill on active", "evicted": "faint",
-}  # fmt: skip
+}
 WORDS = {"kept": "cached", "looked": "compared", "match": "equal", "new": "new", "evicted": "evicted"}
 
 

@@ -149,7 +149,7 @@ class CachePool(LinePanel, can_focus=False):
         elif not source.messages:
             sentences.append(f"No message has arrived from {source.events}. " + (
                 "" if source.replay else "Texts that were cached before are not shown: give the replay endpoint, too."
-            ))  # fmt: skip
+            ))
         if source.began_again:
             sentences.append(f"The tree began again: {source.began_again}.")
         if source.refused:

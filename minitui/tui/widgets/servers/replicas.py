@@ -23,7 +23,7 @@ COLUMNS = (("state", 11), ("run", 5), ("wait", 5), ("KV", 6), ("hits", 6), ("tok
 LEAD = 5  # cells before the name, for the mark and the number
 KINDS = {
     "minitui": "a minitui server", "vllm": "vLLM with minitui's recorder", "openai": "a server with OpenAI's endpoints",
-}  # fmt: skip
+}
 WITH_MODEL = 92  # cells; a narrower table has no column for the model
 
 
@@ -68,7 +68,7 @@ class Replicas(LinePanel):
         key = legend(
             (glyphs().active, "hit", "shown in the panels"), ("ours", "ink", "requests of this app"),
             (glyphs().dash, "ink", "not reported"),
-        )  # fmt: skip
+        )
         note: list[Run] = [(f"{len(source.usable)} of {len(source.replicas)} can answer", "dim")]
         return Picture(rows, note=note, legend=key)
 
@@ -101,7 +101,7 @@ class Replicas(LinePanel):
             (_share(vitals.cache_use), "pool"), (_share(vitals.hit_rate), "hit"),
             (_count(vitals.tokens_per_s), "decode"), (glyphs().dash if first is None else duration(first), "ink"),
             (str(len(replica.streams)), "ink"),
-        )  # fmt: skip
+        )
         for (text, style), (_, cells) in zip(figures, COLUMNS, strict=True):
             row.add(text.rjust(cells), ("dim" if text == glyphs().dash else style) + ground)
         return row.done(width)
