@@ -1,22 +1,16 @@
 """What clients do to vLLM's scheduler at its worst: they cancel at any moment, ask for several samples, share prefixes.
 
-    python -m tests.support.vllm_wild [first seed] [seeds] [steps]       prints the first difference of each seed
-
 Import this only where vLLM is installed.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from tests.support.vllm_direct import Direct, watch_steps
+from tests.support.vllm_direct import watch_steps
 from tests.support.vllm_driver import Load, make_scheduler
 
 KINDS: list[dict[str, Any]] = [
@@ -95,29 +89,3 @@ def make_wild(directory: Path, seed: int, kind: dict[str, Any]) -> Wild:
     scheduler = make_scheduler(directory, blocks, rows, budget, **options)
     scheduler.use_v2_model_runner = new  # with the GPU's second model runner, resumed requests come after new ones
     return Wild(scheduler, seed, 2 if options.get("asynchronous") else 1, options.get("drafts", 0))
-
-
-def main() -> None:
-    """Run seeds, one after another."""
-    import minitui.vllm.recorder as recording
-
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    logging.getLogger("vllm.minitui").setLevel(logging.WARNING)
-    os.environ["MINITUI_VLLM_CHECK"] = "1"
-    recording.Pipe = Direct  # type: ignore[assignment, misc]
-    first, seeds, steps = (int(word) for word in [*sys.argv[1:], "0", "27", "1000"][:3])
-    total = 0
-    for seed in range(first, first + seeds):
-        kind = KINDS[seed % len(KINDS)]
-        with tempfile.TemporaryDirectory() as directory:
-            load = make_wild(Path(directory), seed, kind)
-            load.run(steps)
-            load.finish()
-        total, pipe = total + load.steps, load.pipe
-        if load.scheduler._recorder is None or pipe.translator.faults or pipe.wrong or pipe.repairs:
-            print(seed, kind, pipe.repairs, pipe.translator.faults[:2], pipe.wrong[:5], flush=True)
-    print(f"{total:,} steps", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -81,29 +81,6 @@ def test_nothing_is_lost_whatever_clients_do_and_whenever_messages_are_lost(dire
     assert pipe.follower.state.snapshot() == pipe.translator.blocks.state.snapshot()
 
 
-def test_equal_prompts_in_one_step_keep_copies(make):
-    """vLLM computes equal prompts that arrive together twice; the tree refers to one of the copies."""
-    _, load, pipe = make(asynchronous=True, rows=2, budget=512)
-    for prompt in ([1] * 40, [2] * 40):
-        load.add(prompt + list(range(24)), 50)
-    load.finish()
-    load.add([1] * 64, 2)
-    load.finish()
-    assert pipe.translator.faults == []
-
-
-def test_a_whole_state_continues_after_lost_messages(make):
-    scheduler, load, pipe = make(asynchronous=True)
-    load.run(100)
-    send, pipe.send = pipe.send, lambda message: None
-    load.run(150)
-    pipe.send = send
-    scheduler._recorder.send_whole_state()
-    load.run(300)
-    load.finish()
-    assert pipe.translator.faults == []
-
-
 def test_a_block_that_was_cached_before_lost_messages_is_hit_again(make):
     """A `whole` message leaves out cached blocks that no request holds. vLLM prefers them to the blocks after it."""
     _, load, pipe = make()

@@ -1,10 +1,11 @@
-"""SGLang's KV events and /metrics: messages of its own cache, and the cache itself where it is installed."""
+"""SGLang's KV events and /metrics: messages of its own cache, and where it publishes them."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import contextlib
+import hashlib
 import json
 import lzma
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 
 from minitui.sources.server_metrics import read_page
-from minitui.tutor import model_dir
 from tests.support.fake_openai import FakeServer
 from tests.support.paths import ROOT
 from tests.vllm.test_recorded import free_ports
@@ -26,10 +26,10 @@ import zmq.asyncio
 from minitui.vllm.cached_tree import CachedTree
 from minitui.vllm.kv_messages import read
 from minitui.vllm.kv_sockets import find_events
-from minitui.vllm.kv_source import KvSource, pool_of
-from tests.support.tree_texts import digest
+from minitui.vllm.kv_source import pool_of
 
-# SGLang 0.5.23, Rust cache: pages of 1 and 16 tokens, and of 16 with EAGLE; written by tests/support/sglang_driver.py
+# SGLang 0.5.23, Rust cache: pages of 1 and 16 tokens, and of 16 with EAGLE; each message with the tree's pages
+# and texts after it
 RECORDED = ROOT / "tests" / "vllm" / "sglang_events.xz"
 # lines that the collectors of SGLang 0.5.23 wrote with --enable-priority-scheduling
 PRIORITIES = """sglang:num_running_reqs{engine_type="unified",model_name="m",pp_rank="0",priority="",tp_rank="0"} 3.0
@@ -64,6 +64,14 @@ class Sglang(FakeServer):
             self._reply(writer, 200, json.dumps({"version": "0.5.23", "kv_events": self.told}))
         else:
             await super()._answer(path, body, writer)
+
+
+def digest(tree: CachedTree) -> str:
+    """Returns a short name of the texts that end in a leaf."""
+    ends = [node.id for node in tree.state.nodes.values() if node.id and not node.children]
+    paths = [reversed(list(tree.state.path(end))) for end in ends]
+    texts = sorted(tuple(token for view in path for token in view.ids) for path in paths)
+    return hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
 
 
 @pytest.mark.parametrize("run", range(3))
@@ -120,86 +128,3 @@ async def test_what_is_not_an_address_is_not_taken_from_the_server(told: Any, mo
         assert (found.events, found.tried) == ("", f"no KV events are published at tcp://127.0.0.1:{port}")
     finally:
         await api.kill()
-
-
-def sglang() -> Any:
-    """Returns the driver of SGLang's cache; skips the test where SGLang is not installed."""
-    pytest.importorskip("sglang.srt.mem_cache.unified_radix_cache", reason="SGLang is absent", exc_type=ImportError)
-    from tests.support import sglang_driver
-
-    return sglang_driver
-
-
-@pytest.mark.parametrize("eagle", [False, True], ids=["", "eagle"])
-@pytest.mark.parametrize("page", [1, 16, 64])
-@pytest.mark.parametrize("core", ["rust", "python", "radix"])
-def test_the_tree_is_that_of_sglangs_cache(core: str, page: int, eagle: bool) -> None:
-    kept, wrong = sglang().compare(core, page, 5, eagle, 300)
-    assert len(kept) > 20 and not wrong
-
-
-@pytest.mark.parametrize("page", [1, 16])
-async def test_sglangs_publisher_is_followed_through_late_starts_losses_and_a_restart(
-    page: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driving = sglang()
-    from sglang.srt.disaggregation.kv_events import KVEventBatch, ZmqEventPublisher
-
-    port = free_ports(2)
-    driver = driving.Driver("rust", page, seed=1)
-
-    async def publisher() -> Any:
-        async with asyncio.timeout(60):
-            while True:
-                with contextlib.suppress(zmq.ZMQError):  # the ports of the publisher before are not free at once
-                    return ZmqEventPublisher(0, f"tcp://*:{port}", replay_endpoint=f"tcp://*:{port + 1}")
-                await asyncio.sleep(0.01)
-
-    def publish(steps: int) -> int:
-        """Runs steps; returns the number of messages."""
-        batches = [events for _ in range(steps) if (events := driver.step())]
-        for events in batches:
-            publishing.publish(KVEventBatch(ts=1.0, events=events))
-        return len(batches)
-
-    async def followed(n: int) -> None:
-        async with asyncio.timeout(60):
-            while source._last + 1 < n:
-                await asyncio.sleep(0.01)
-        assert not driver.differences(source.tree)
-
-    live = KvSource._live
-
-    async def lossy(source: KvSource, number: int, payload: bytes) -> None:
-        if number % 7:  # each seventh message is lost
-            await live(source, number, payload)
-
-    monkeypatch.setattr(KvSource, "_live", lossy)
-    publishing = await publisher()
-    api = await Sglang(models=("tutor",), page=PRIORITIES.replace("16.0", f"{page}.0")).start()
-    source = KvSource(api.url, f"tcp://127.0.0.1:{port},{port + 1}", tokenizer=str(model_dir()))
-    try:
-        n = publish(60)  # before minitui is there
-        await source.start(lambda progress: None)
-        await followed(n)
-        for _ in range(20):
-            n += publish(10)
-            while n % 7 == 1:  # the last one would be lost, and nothing would tell
-                n += publish(1)
-            await followed(n)
-        assert not source.began_again and not source.late and source.tree.removed
-        publishing.shutdown()  # the server restarts with an empty cache
-        driver = driving.Driver("rust", page, seed=2)
-        publishing = await publisher()
-        n = publish(40)
-        async with asyncio.timeout(60):
-            while source.began_again != "the server began again":
-                n += publish(1)
-                await asyncio.sleep(0.05)
-        while n % 7 == 1:
-            n += publish(1)
-        await followed(n)
-    finally:
-        await source.close()
-        await api.kill()
-        publishing.shutdown()
