@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig
 from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
-from engine.eos import eos_ids
 from engine.errors import EngineError
+from engine.files import eos_ids
 from engine.groups import cache_groups
 from engine.hub.resolve import resolve_model
 from engine.info import EngineInfo

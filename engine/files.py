@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.fields import listed, shown
+from engine.fields import Fields, listed, shown
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"  # of a LoRA adapter
@@ -134,6 +134,17 @@ def _is_adapter(directory: Path) -> CheckpointError:
 def read_json_if_there(path: Path) -> dict[str, Any]:
     """Like `read_json`, but return {} if there is no such file."""
     return read_json(path) if path.exists() else {}
+
+
+def eos_ids(directory: Path) -> tuple[int, ...]:
+    """Returns the end-of-reply ids of a checkpoint's generation_config.json and config.json, each id once."""
+    ids: list[int] = []
+    for path in (directory / "generation_config.json", directory / "config.json"):
+        raw = read_json_if_there(path)
+        ids += Fields(path, raw).token_ids("eos_token_id")
+        if isinstance(text := raw.get("text_config"), dict):  # of a model for images and text
+            ids += Fields(path, text, " in its text_config").token_ids("eos_token_id")
+    return tuple(dict.fromkeys(ids))
 
 
 def checkpoint_files(directory: Path) -> list[Path]:

@@ -243,8 +243,10 @@ class KVCache:
         blocks = request.table[start : start + len(keys)]
         request.node = self.tree.add(request.node or self.tree.root, request.id, keys, blocks, step)
         request.shared_blocks = start + len(keys)
-        evicted = self.tree.evicted
-        return evicted.pop(request.node.hashes[-len(keys) :]) if evicted else []
+        if not (evicted := self.tree.evicted):
+            return []
+        prefixes = request.node.hashes[-len(keys) :]
+        return [i for i, prefix in enumerate(prefixes) if evicted.pop(prefix, None) is not None]
 
     def _keys(self, request: Request, start: int, end: int) -> list[tuple[int, ...]]:
         return [block_key(request.ids, i, self.block_size, request.cache_salt) for i in range(start, end)]

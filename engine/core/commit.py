@@ -6,10 +6,10 @@ since the step was planned: then its entry is void and is skipped.
 
 from __future__ import annotations
 
-from engine.core.masks import dead_end
 from engine.core.request import Request, RequestState
 from engine.core.scheduler import Scheduler
 from engine.core.step import Emitted, Scheduled, StepResult, TokenLogprobs
+from engine.core.token_rules import dead_end
 
 NOT_FINITE = "the model's logits were not finite numbers"
 

@@ -226,7 +226,7 @@ class Engine:
 
         `State.snapshot` (engine/trace/state.py) returns the same data, folded from the records.
         """
-        scheduler, tree = self.scheduler, self.cache.tree
+        scheduler, tree, decoding = self.scheduler, self.cache.tree, self.scheduler.writer.decoding
         return {
             "seq": self.log.seq,
             "t": self.log.t,
@@ -243,7 +243,7 @@ class Engine:
                 r.id: {
                     "group": r.group, "prompt_tokens": r.prompt_len, "max_total": r.max_total, "state": r.state.value,
                     "row": r.row, "table": list(r.table), "node": r.node.id if r.node is not None else 0,
-                    "shared_blocks": r.shared_blocks, "computed": r.planned, "decoding": scheduler.is_decoding(r.id),
+                    "shared_blocks": r.shared_blocks, "computed": r.planned, "decoding": r.id in decoding,
                     "cached_tokens": r.cached_tokens, "match": list(r.match), "preemptions": r.preemptions,
                     "submitted": r.submitted_at, "admitted": r.admitted_at, "lost": r.lost,
                     "contents": list(r.contents), "side": [list(map(list, pages.items())) for pages in r.side],
@@ -257,7 +257,7 @@ class Engine:
                 }
                 for n in tree.nodes.values() if n.parent is not None
             },
-            "pending": tree.pending.by_block(),
+            "pending": dict(tree.pending),
             "free": runs_of(self.cache.allocator.free_blocks),
             **({"groups": [side.pool.snapshot() for side in self.cache.sides]} if self.cache.sides else {}),
             "waste": asdict(self.cache.waste),

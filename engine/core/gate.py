@@ -6,19 +6,26 @@ The gate does not influence what a step contains: requests can be added and abor
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from engine.errors import InvalidRequest
 from engine.trace.kind import Record, kind_of, named
 from engine.trace.records import CLEARED, RecordLog
 
 MAX_PACE = 1000.0
-EVENTS = {  # an event of "run until" -> the kind of record that can report it
-    "admission": "admit",
-    "prefill": "step",
-    "hit": "match",
-    "eviction": "evict",
-    "preemption": "preempt",
-    "finish": "finish",
-    "slow": "time",
+# An event of "run until" -> the kind of record that can report it, and a function of the record, with its fields as
+# attributes, and of the limit of a slow step in ms. It returns a phrase for the screen, or "" if it is not the event.
+EVENTS: dict[str, tuple[str, Callable[[Any, float], str]]] = {
+    "admission": ("admit", lambda r, _: f"r{r.request} was admitted"),
+    "prefill": ("step", lambda r, _: f"step {r.step} prefills r{r.prefills[0][0]}" if r.prefills else ""),
+    "hit": ("match", lambda r, _: f"r{r.request} took {r.tokens} tokens from the tree" if r.tokens else ""),
+    "eviction": (
+        "evict", lambda r, _: f"{r.blocks} blocks of node {r.node} were evicted" if r.reason != CLEARED else ""
+    ),
+    "preemption": ("preempt", lambda r, _: f"r{r.request} was preempted"),
+    "finish": ("finish", lambda r, _: f"r{r.request} finished: {r.reason}"),
+    "slow": ("time", lambda r, ms: f"step {r.step} took more than {ms:g} ms" if r.wall_ms > ms else ""),
 }
 RUNNING = "running until "  # a gate that waits for an event has this reason, followed by the event's name
 
@@ -121,21 +128,5 @@ def _is_number(value: object) -> bool:
 
 def fulfils(record: Record, event: str, slower_than_ms: float = 0.0) -> str:
     """Returns a phrase for the screen if this record reports `event` (a key of EVENTS); else an empty string."""
-    if kind_of(record) != EVENTS[event]:
-        return ""
-    found = named(record)
-    if event == "prefill" and found.prefills:
-        return f"step {found.step} prefills r{found.prefills[0][0]}"
-    if event == "hit" and found.tokens > 0:
-        return f"r{found.request} took {found.tokens} tokens from the tree"
-    if event == "slow" and found.wall_ms > slower_than_ms:
-        return f"step {found.step} took more than {slower_than_ms:g} ms"
-    if event == "admission":
-        return f"r{found.request} was admitted"
-    if event == "eviction" and found.reason != CLEARED:
-        return f"{found.blocks} blocks of node {found.node} were evicted"
-    if event == "preemption":
-        return f"r{found.request} was preempted"
-    if event == "finish":
-        return f"r{found.request} finished: {found.reason}"
-    return ""
+    kind, phrase = EVENTS[event]
+    return phrase(named(record), slower_than_ms) if kind_of(record) == kind else ""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 
-from engine.core.masks import dead_end
 from engine.core.request import Grammar, Grammars, Request
-from engine.core.token_rules import Replay, TokenRules
+from engine.core.token_rules import Replay, TokenRules, dead_end
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 

@@ -34,17 +34,9 @@ class PlanWriter:
     def __init__(self, cache: KVCache, log: RecordLog) -> None:
         self._cache = cache
         self._log = log
-        self._decoding: dict[int, Request] = {}  # the decoding set after the last record
+        self.decoding: dict[int, Request] = {}  # the decoding set after the last record, by id
         self._decodes: tuple[Request, ...] = ()  # the requests that decoded in the last step, in order
         self._batch: _Batch | None = None  # the last step's batch, if it had only decodes without drafts
-
-    def is_decoding(self, request_id: int) -> bool:
-        """True if the request is in the decoding set after the last record."""
-        return request_id in self._decoding
-
-    def leave(self, request_id: int) -> None:
-        """Remove a request that stops running from the decoding set; the next step record does not name it."""
-        self._decoding.pop(request_id, None)
 
     def write(
         self, step: int, entries: list[Entry], num_decoding: int, drafts: dict[int, list[int]], joins: list[Request],
@@ -127,7 +119,7 @@ class PlanWriter:
         run."""
         if decodes == self._decodes:
             return [], []
-        before = self._decoding
+        before = self.decoding
         now = {request.id: request for request in decodes}
-        self._decodes, self._decoding = decodes, now
+        self._decodes, self.decoding = decodes, now
         return [id for id in now if id not in before], [id for id in before if id not in now]

@@ -9,15 +9,14 @@ Ownership: the tree keeps the blocks of a node, and the requests that hold the n
 these requests. A request holds the whole path from the root, so a node has at least as many users as its children
 together. If no request holds a node, no request holds the nodes below it: all of them can be evicted, leaves first.
 
-If a step fails, `withdraw` removes the blocks that the step was to write (PendingBlocks) and all blocks below
-them.
+A block is *pending* from the planning to the commit of the step that writes it. Later steps may read it, because the
+device runs steps in order. If the step fails, `withdraw` removes its blocks and all blocks below them.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable
 from itertools import chain, islice
 
 from engine.core.allocator import BlockAllocator
@@ -26,7 +25,7 @@ from engine.trace.eviction import EVICTION_POLICIES, EvictionPolicy
 from engine.trace.records import RecordLog
 from engine.trace.side_pool import SidePool
 
-MOST = 32_768  # blocks; older evictions are forgotten
+MOST_EVICTED = 32_768  # blocks; older evictions are forgotten
 MAX_COMPARED = 64  # a missing block is compared with at most this many siblings, to find the first token that differs
 
 
@@ -47,9 +46,11 @@ class RadixTree:
         self.step = -1  # the step that is being planned; it is remembered with each eviction
         self.prefixes: set[int] = set()  # `hashes` of all nodes
         self._next_id = 1
-        self.pending = PendingBlocks()
+        self.pending: dict[int, int] = {}  # block -> the step that writes it
         self._next: list[tuple[int, int]] = []  # heap of (age, node id); stale entries are skipped
-        self.evicted = EvictedPrefixes()
+        # Prefix of an evicted block -> the step of the eviction, so that a later miss can name it and tokens computed
+        # again are counted. A prefix is the hash of all tokens up to and including the block.
+        self.evicted: OrderedDict[int, int] = OrderedDict()
         self.side_pools: list[SidePool] = []  # which keep pages and checkpoints for blocks of the tree
 
     # ---- looking up
@@ -86,7 +87,7 @@ class RadixTree:
         self, ids: list[int], node: Node, end: int, depth: int, key: Key, part: Node | None, n: int, blocks: list[int]
     ) -> Match:
         """Returns the match of `blocks`, with the reason why `key` did not match. `end`: hash of the matched prefix."""
-        step = self.evicted.step_of(hash((end, key)))
+        step = self.evicted.get(hash((end, key)))
         if step is not None:
             return Match(node, part, n, blocks, "evicted", step)
         others = [part.keys[n]] if part is not None else list(islice(node.children, MAX_COMPARED))
@@ -147,7 +148,7 @@ class RadixTree:
             self.prefixes.add(end)
         self.allocator.tree_add(blocks)
         if step >= 0:
-            self.pending.add(blocks, step)
+            self.pending.update(dict.fromkeys(blocks, step))
         return leaf
 
     def _split(self, node: Node, n: int) -> Node:
@@ -207,7 +208,7 @@ class RadixTree:
         while freed < n and (node := self.next_leaf()) is not None:
             take = min(n - freed, len(node.blocks))
             keep = len(node.blocks) - take
-            self.evicted.add(node.hashes[keep:], self.step)
+            self.evicted.update(dict.fromkeys(node.hashes[keep:], self.step))
             self.log.append("evict", node.id, take, reason)
             self._cut(node, keep)
             if keep:
@@ -215,6 +216,8 @@ class RadixTree:
             elif node.parent is not None and len(node.parent.children) == 1:
                 self._merge(node.parent)
             freed += take
+        while len(self.evicted) > MOST_EVICTED:
+            self.evicted.popitem(last=False)
         return freed
 
     def _next_by_age(self) -> Node | None:
@@ -240,7 +243,9 @@ class RadixTree:
         dropped, first = node.blocks[keep:], node.keys[0]
         self.prefixes.difference_update(node.hashes[keep:])
         del node.keys[keep:], node.blocks[keep:], node.hashes[keep:]
-        self.pending.discard(dropped)
+        if self.pending:
+            for block in dropped:
+                self.pending.pop(block, None)
         self.allocator.tree_drop(dropped)
         for pool in self.side_pools:
             pool.forget(dropped)
@@ -260,7 +265,9 @@ class RadixTree:
 
     def settle(self, step: int) -> None:
         """Mark the blocks of a committed step as written."""
-        if self.pending.settle(step):
+        if written := [block for block, at in self.pending.items() if at == step]:
+            for block in written:
+                del self.pending[block]
             self.log.append("settle", step)
 
     def invalidated_by(self, step: int) -> tuple[list[tuple[Node, int]], set[int]]:
@@ -271,7 +278,7 @@ class RadixTree:
         """
         kept: dict[Node, int] = {}
         for node in self.nodes.values():
-            valid = next((i for i, block in enumerate(node.blocks) if self.pending.step_of(block) >= step), None)
+            valid = next((i for i, block in enumerate(node.blocks) if self.pending.get(block, -1) >= step), None)
             if valid is not None:
                 kept[node] = valid
         stack = list(kept)
@@ -285,7 +292,6 @@ class RadixTree:
 
     def withdraw(self, step: int, invalid: list[tuple[Node, int]]) -> None:
         """Remove the invalid blocks that `invalidated_by(step)` found. No request may hold them any more."""
-        self.pending.forget(step)
         self.log.append("withdraw", step, [(node.id, keep) for node, keep in invalid])
         for node, keep in invalid:
             self._cut(node, keep)
@@ -320,82 +326,6 @@ class RadixTree:
             assert node.same_child is None, f"node {node.id} is not merged with its child"
             assert not node.evictable or (self._age(node), node.id) in self._next, f"leaf {node.id} cannot be evicted"
         assert self.prefixes == {prefix for node in self.nodes.values() for prefix in node.hashes}
-        assert self.pending.by_block().keys() <= seen, "a pending block is not in the tree"
+        assert self.pending.keys() <= seen, "a pending block is not in the tree"
         in_tree = sum(self.allocator.in_tree(b) for b in range(self.allocator.num_blocks))
         assert in_tree == len(seen), f"{in_tree} blocks are marked as in the tree, {len(seen)} are in nodes"
-
-
-class EvictedPrefixes:
-    """The prefixes of evicted blocks, each with the step of its eviction. A prefix is the hash of all tokens up to and
-    including its last block. So a later miss can name the step, and tokens computed again are counted."""
-
-    def __init__(self) -> None:
-        self._step_of: OrderedDict[int, int] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._step_of)
-
-    def add(self, prefixes: Iterable[int], step: int) -> None:
-        """Remember the evictions of `step`."""
-        steps = self._step_of
-        for prefix in prefixes:
-            steps[prefix] = step
-        while len(steps) > MOST:
-            steps.popitem(last=False)
-
-    def step_of(self, prefix: int) -> int | None:
-        """Returns the step of the eviction; None if the prefix was not evicted, or too long ago."""
-        return self._step_of.get(prefix)
-
-    def pop(self, prefixes: list[int]) -> list[int]:
-        """Forget prefixes, because they are in the tree again. Return the indices of those that were evicted."""
-        steps = self._step_of
-        return [i for i, prefix in enumerate(prefixes) if steps.pop(prefix, None) is not None]
-
-    def clear(self) -> None:
-        """Forget all evictions."""
-        self._step_of.clear()
-
-
-class PendingBlocks:
-    """The blocks that planned steps have yet to write, and their steps.
-
-    A block of the tree is *pending* from the planning to the commit of the step that writes it. Later steps may read
-    it, because the device runs steps in order.
-    """
-
-    def __init__(self) -> None:
-        self._step_of: dict[int, int] = {}  # block -> the step that writes it
-        self._blocks_of: dict[int, list[int]] = {}  # step -> the blocks that it writes
-
-    def add(self, blocks: list[int], step: int) -> None:
-        self._step_of.update(dict.fromkeys(blocks, step))
-        self._blocks_of.setdefault(step, []).extend(blocks)
-
-    def discard(self, blocks: list[int]) -> None:
-        """Forget blocks that leave the tree. They need not be pending."""
-        if self._step_of:
-            for block in blocks:
-                self._step_of.pop(block, None)
-
-    def settle(self, step: int) -> bool:
-        """Forget the blocks that a step has written. Returns False if there are none."""
-        blocks = self._blocks_of.pop(step, None)
-        if blocks is None:
-            return False
-        for block in blocks:
-            if self._step_of.get(block) == step:
-                del self._step_of[block]
-        return True
-
-    def forget(self, step: int) -> None:
-        """Forget a failed step. Its blocks are pending until `discard`."""
-        self._blocks_of.pop(step, None)
-
-    def step_of(self, block: int) -> int:
-        """Returns the step that writes a block; -1 if the block is written."""
-        return self._step_of.get(block, -1)
-
-    def by_block(self) -> dict[int, int]:
-        """Returns the pending blocks, each with the step that writes it."""
-        return dict(self._step_of)

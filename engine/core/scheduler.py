@@ -80,7 +80,7 @@ class Scheduler:
         self._joins: list[Request] = []  # the requests that this step admits
         self._partial: list[Request] = []  # those whose prompts this step does not finish
         self._last_wait: tuple[int, str] | None = None  # the request and the obstacle in the last "wait" record
-        self._writer = PlanWriter(cache, log)
+        self.writer = PlanWriter(cache, log)
         self._watermark = int(config.watermark * cache.allocator.total)
         self.lookup = PromptLookup(config.speculative_tokens) if config.speculative_tokens else None
         self.order: QueueOrder | None = ORDERS[config.policy](cache, log) if config.policy in ORDERS else None
@@ -94,10 +94,6 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
-
-    def is_decoding(self, request_id: int) -> bool:
-        """True if the request is in the decoding set after the last record."""
-        return self._writer.is_decoding(request_id)
 
     def limit_for(self, prompt_len: int, params: SamplingParams) -> int:
         """Returns the largest number of tokens that prompt and reply may have together.
@@ -171,7 +167,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """Remove a request from `running`; later steps may use its row."""
         self.running.remove(request)
-        self._writer.leave(request.id)
+        self.writer.decoding.pop(request.id, None)  # the next step record does not name it
         heapq.heappush(self._rows, request.row)
         request.row = -1
 
@@ -199,7 +195,7 @@ class Scheduler:
         if not entries:
             self.step -= 1
             return None
-        return self._writer.write(self.step, entries, num_decoding, drafts, self._joins, len(self.waiting))
+        return self.writer.write(self.step, entries, num_decoding, drafts, self._joins, len(self.waiting))
 
     def _plan_decodes(self, entries: list[Entry]) -> bool:
         """Plan one token for each decoding request, the oldest first. Returns True if a request was preempted."""

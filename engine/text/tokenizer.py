@@ -16,10 +16,9 @@ from typing import Any, Literal, overload
 
 import tokenizers
 
-from engine.eos import eos_ids
 from engine.errors import CheckpointError, InvalidRequest, PromptTooLong
 from engine.fields import Fields, listed, shown
-from engine.files import TOKENIZER_BYTES, again, no_target, read_bytes, read_json_if_there, read_text
+from engine.files import TOKENIZER_BYTES, again, eos_ids, no_target, read_bytes, read_json_if_there, read_text
 from engine.params import RECOMMENDED, SamplingParams
 from engine.text.added_tokens import SPECIAL_NAMES, add_tokens, text_of
 from engine.text.chat_template import LONGEST_SOURCE, ChatTemplate

@@ -62,7 +62,7 @@ class Waste:
     """Tokens whose KV was computed more than once since the engine began. Engine and State count them independently.
 
     `evicted`: prompt tokens that a request would have taken from the tree, but their blocks had been evicted; only
-    evictions that are still remembered count (EvictedPrefixes in engine/core/radix.py). `preempted`: tokens
+    evictions that are still remembered count (`evicted` in engine/core/radix.py). `preempted`: tokens
     computed again by a request that had lost its blocks, by a preemption or with a failed step. `duplicate`: tokens
     of blocks that were freed because the tree had a block with the same text: two requests computed them at the
     same time, an answer repeats a cached text, or the block had the last token of a prompt. Answers and the last

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from engine.core.node import Node as TreeNode
+from engine.core.policy import QueueOrder
 from engine.core.request import Request, RequestState
 from engine.trace.eviction import STUDENT
 from minitui.exercises.student import Broken, Student, shown
@@ -22,28 +23,24 @@ LONGER = 1.5  # the time of the run, and the first tokens (p99), may be as many 
 MORE_COMPUTED = 1.1  # prompt tokens computed, as a multiple of the reference's: more are a fault
 
 
-class StudentOrder:
+class StudentOrder(QueueOrder):
     """Exercise `admit`: the queue in a student's order."""
 
     def __init__(self, trial: Trial, student: Student) -> None:
+        super().__init__(trial.engine.cache, trial.log)
         self._trial, self._student = trial, student
         self._came: dict[int, int] = {}  # request -> the last step planned when it was seen first
 
-    def sort(self, waiting: deque[Request]) -> None:
-        """Sort the queue; preempted requests stay at its head."""
-        trial = self._trial
-        for request in waiting:
-            self._came.setdefault(request.id, trial.step)
-        queue = [request for request in waiting if request.state is not RequestState.PREEMPTED]
+    def order(self, head: list[Request]) -> list[Request]:
+        """Returns the whole queue as the student orders it; preempted requests stay first."""
+        for request in head:
+            self._came.setdefault(request.id, self._trial.step)
+        queue = [request for request in head if request.state is not RequestState.PREEMPTED]
         views = [self._view(request) for request in queue]
         order = self._checked(views, self._student(list(views)))
         by_id = {request.id: request for request in queue}
-        ahead = [request for request in waiting if request.state is RequestState.PREEMPTED]
-        found = [*ahead, *(by_id[view.id] for view in order)]
-        if found != list(waiting):
-            waiting.clear()
-            waiting.extend(found)
-            trial.log.append("order", [request.id for request in found])
+        preempted = [request for request in head if request.state is RequestState.PREEMPTED]
+        return [*preempted, *(by_id[view.id] for view in order)]
 
     def _view(self, request: Request) -> Waiting:
         match = self._trial.engine.cache.look_up(request)

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.eos import eos_ids
 from engine.errors import CheckpointError, EngineError
-from engine.files import read_json
+from engine.files import eos_ids, read_json
 from engine.model.config import ModelConfig
 from engine.model.families import MODEL_TYPES
 from engine.model.hf.config import read_model_config
@@ -313,7 +312,7 @@ def test_every_field_of_the_familys_configuration_is_looked_at(
     from engine.model.hf.config import neutral_values
 
     looked_at = raw.seen | set(neutral_values(64, 64, 2))
-    looked_at.add("eos_token_id")  # by engine.eos
+    looked_at.add("eos_token_id")  # by eos_ids
     looked_at |= {"num_local_experts", "original_max_position_embeddings"}  # not for every rope
     assert {field.name for field in dataclasses.fields(config)} - looked_at - WITHOUT_EFFECT == set()
 

@@ -13,8 +13,8 @@ import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.eos import eos_ids
 from engine.errors import CheckpointError
+from engine.files import eos_ids
 from engine.hub.resolve import resolve_model
 from engine.llm import LLM
 from engine.model.decoder import Decoder

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
 from engine.core.engine import Engine
 from engine.core.node import Node
+from engine.core.policy import QueueOrder
 from engine.core.request import Request
 from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from engine.trace.eviction import EVICTION_POLICIES
-from engine.trace.records import RecordLog
 from engine.trace.state import State
 from tests.support.simulation import SimulatedRunner, alone, simulated
 
@@ -125,18 +125,13 @@ def test_any_schedule_gives_the_tokens_of_each_request_alone(seed: int, delay: i
     assert load.engine.cache.allocator.num_active == load.engine.cache.allocator.num_shared == 0
 
 
-class AnyOrder:
-    """Shuffles the queue."""
+class AnyOrder(QueueOrder):
+    def __init__(self, engine: Engine, chance: random.Random) -> None:
+        super().__init__(engine.cache, engine.log)
+        self.chance = chance
 
-    def __init__(self, chance: random.Random, log: RecordLog) -> None:
-        self.chance, self.log = chance, log
-
-    def sort(self, waiting: deque[Request]) -> None:
-        self.chance.shuffle(waiting)
-        self.log.append("order", [request.id for request in waiting])
-
-    def count_overtaken(self, waiting: deque[Request], admitted: list[Request]) -> None:
-        pass
+    def order(self, head: list[Request]) -> list[Request]:
+        return self.chance.sample(head, len(head))
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
@@ -171,7 +166,7 @@ def decide_at_random(engine: Engine, chance: random.Random, decided: Counter[str
         decided["leaf"] += 1
         return chance.choice([node for node in tree.nodes.values() if node.evictable] or [None])
 
-    engine.scheduler.order = AnyOrder(chance, engine.log)
+    engine.scheduler.order = AnyOrder(engine, chance)
     engine.scheduler.chunk, engine.scheduler.victim = chunk, victim
     tree.next_leaf = next_leaf
 
