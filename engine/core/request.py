@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
+    from engine.core.ngrams import Lookup
     from engine.core.node import Node
-    from engine.core.speculation import Lookup
 from engine.params import SamplingParams
 from engine.trace.side_pool import OWN
 

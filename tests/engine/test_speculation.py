@@ -9,9 +9,9 @@ import pytest
 
 from engine.core import speculation
 from engine.core.engine import Engine
+from engine.core.ngrams import CANDIDATES, ENOUGH, LONGEST_PAUSE, NGRAM, Lookup
 from engine.core.request import Request
 from engine.core.scheduler import SchedulerConfig
-from engine.core.speculation import CANDIDATES, ENOUGH, LONGEST_PAUSE, NGRAM, Lookup
 from engine.params import SamplingParams
 from engine.trace.kind import as_dict
 from engine.trace.state import State
