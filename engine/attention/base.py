@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from engine.groups import LayerShapes
+from engine.groups import CacheGroup, LayerShapes
 
 
 class AttentionShape(LayerShapes, Protocol):
@@ -31,6 +31,8 @@ class AttentionShape(LayerShapes, Protocol):
     def sinks(self) -> bool: ...  # True: each query head has a sink
     @property
     def softcap(self) -> float: ...  # scores become softcap · tanh(score / softcap); 0: scores stay
+    def of_group(self, group: CacheGroup) -> AttentionShape:
+        """Returns the sizes of the layers of one group, in which all layers have the group's heads and window."""
 
 
 @dataclass(slots=True)

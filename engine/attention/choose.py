@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionShape, Sinks
-from engine.attention.grouped import GroupedAttention, GroupShape
+from engine.attention.grouped import GroupedAttention
 from engine.errors import EngineError
 from engine.groups import group_of_layers, paged_groups
 
@@ -46,10 +46,11 @@ def choose_attention(
     groups = paged_groups(config)
     if len(groups) == 1:
         return choose_backend(name, config, block_size, dtype, device, max_rows, max_model_len, kv_dtype, sinks)
-    shapes = [GroupShape(config, group) for group in groups]
     backends = [
-        choose_backend(name, shape, block_size, dtype, device, max_rows, max_model_len, kv_dtype, sinks)
-        for shape in shapes
+        choose_backend(
+            name, config.of_group(group), block_size, dtype, device, max_rows, max_model_len, kv_dtype, sinks
+        )
+        for group in groups
     ]
     return GroupedAttention(backends, group_of_layers(config))
 

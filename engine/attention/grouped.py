@@ -3,65 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from engine.attention.base import AttentionBackend, AttentionShape, ForwardMeta
-from engine.groups import CacheGroup, StateShape
-
-
-@dataclass(frozen=True)
-class GroupShape:
-    """The AttentionShape of the layers of one group. It numbers the layers as the model does."""
-
-    model: AttentionShape
-    group: CacheGroup
-
-    @property
-    def num_layers(self) -> int:
-        return self.model.num_layers
-
-    @property
-    def state_layers(self) -> tuple[int, ...]:
-        return self.model.state_layers
-
-    @property
-    def state_shape(self) -> StateShape | None:
-        return self.model.state_shape
-
-    @property
-    def num_heads(self) -> int:
-        return self.model.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.group.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.group.head_dim
-
-    @property
-    def scale(self) -> float:
-        return self.model.scale
-
-    @property
-    def sinks(self) -> bool:
-        return self.model.sinks
-
-    @property
-    def softcap(self) -> float:
-        return self.model.softcap
-
-    def window(self, layer: int) -> int:
-        return self.group.window
-
-    def heads_of(self, layer: int) -> tuple[int, int]:
-        return self.group.num_kv_heads, self.group.head_dim
-
-    def source_of(self, layer: int) -> int:
-        return self.model.source_of(layer)
+from engine.attention.base import AttentionBackend, ForwardMeta
 
 
 class GroupedAttention:

@@ -47,13 +47,6 @@ class Bf16Pairs(Bf16Weight):
     def shape(self) -> torch.Size:
         return torch.Size((len(self.scale), 2 * self.values.shape[1]))
 
-    def split(self, sizes: list[int]) -> list[Self]:
-        parts = zip(self.values.split([size // ROWS for size in sizes]), self.scale.split(sizes), strict=True)
-        return [type(self)(values, scale) for values, scale in parts]
-
-    def chunk(self, n: int) -> list[Self]:
-        return self.split([len(self.scale) // n] * n)
-
     def copy_(self, weight: torch.Tensor) -> None:
         """Round weight [N, K], of any floating type, and store its numbers in order."""
         pairs = self.values.view(torch.int32)  # [N / 32, K / 2, 32]

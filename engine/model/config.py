@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from engine.groups import StateShape
+from engine.groups import CacheGroup, StateShape
 
 if TYPE_CHECKING:
     import torch  # for types only: a client must not load torch
@@ -238,6 +238,13 @@ class ModelConfig:
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Returns the number of key/value heads of a layer, and the size of its heads."""
         return self.layer_heads[layer] if self.layer_heads else (self.num_kv_heads, self.head_dim)
+
+    def of_group(self, group: CacheGroup) -> ModelConfig:
+        """Returns the configuration whose layers all have the heads and the window of a cache group."""
+        return replace(
+            self, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim, attention_scale=self.scale,
+            windows=(group.window,) * self.num_layers, layer_heads=(),
+        )
 
     def source_of(self, layer: int) -> int:
         """Returns the layer whose keys and values this layer reads: itself, or an earlier layer."""

@@ -15,6 +15,7 @@ from typing import Any
 class Architecture:
     """The properties of an architecture that config.json does not contain."""
 
+    model_type: str = field(compare=False)  # in config.json
     title: str = field(compare=False)
     example: str = field(compare=False)  # a published checkpoint
     # Biases: True, False, or the field of config.json that decides.
@@ -60,20 +61,18 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-LLAMA_BIASES: dict[str, Any] = {
-    "qkv_bias": "attention_bias", "output_bias": "attention_bias", "mlp_bias": "mlp_bias",
-}
+BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+LLAMA_BIASES: dict[str, Any] = {**BIASES, "mlp_bias": "mlp_bias"}
 GEMMA: dict[str, Any] = {
-    "qkv_bias": "attention_bias", "output_bias": "attention_bias", "window": "always", "wide_norms": True,
-    "offset_norms": True, "post_norms": True, "activation": "gelu", "scaled_embedding": True,
+    **BIASES, "window": "always", "wide_norms": True, "offset_norms": True, "post_norms": True, "activation": "gelu",
+    "scaled_embedding": True,
     "names": {
         "post_attention_layernorm": "pre_feedforward_layernorm", "after_attention_norm": "post_attention_layernorm",
         "after_mlp_norm": "post_feedforward_layernorm",
     },
 }
 OLMO: dict[str, Any] = {
-    "qkv_bias": "attention_bias", "output_bias": "attention_bias", "full_qk_norm": True, "wide_norms": True,
-    "pre_norms": False, "post_norms": True,
+    **BIASES, "full_qk_norm": True, "wide_norms": True, "pre_norms": False, "post_norms": True,
     "names": {"after_attention_norm": "post_attention_layernorm", "after_mlp_norm": "post_feedforward_layernorm"},
 }
 SIZE_OF_GEMMA = {
@@ -116,42 +115,44 @@ SIZE_OF_EXPERTS = {
 
 ARCHITECTURES = {
     "Qwen3ForCausalLM": Architecture(
-        "Qwen3", "Qwen/Qwen3-8B", qkv_bias="attention_bias", output_bias="attention_bias", qk_norm=True,
-        window="layers", defaults={"head_dim": 128, "num_key_value_heads": 32},
+        "qwen3", "Qwen3", "Qwen/Qwen3-8B", **BIASES, qk_norm=True, window="layers",
+        defaults={"head_dim": 128, "num_key_value_heads": 32},
     ),
     "Qwen2ForCausalLM": Architecture(
-        "Qwen2, Qwen2.5", "Qwen/Qwen2.5-7B-Instruct", qkv_bias=True, window="layers",
+        "qwen2", "Qwen2, Qwen2.5", "Qwen/Qwen2.5-7B-Instruct", qkv_bias=True, window="layers",
         defaults={"num_key_value_heads": 32},
     ),
-    "LlamaForCausalLM": Architecture("Llama 2, 3", "meta-llama/Llama-3.1-8B-Instruct", **LLAMA_BIASES),
+    "LlamaForCausalLM": Architecture("llama", "Llama 2, 3", "meta-llama/Llama-3.1-8B-Instruct", **LLAMA_BIASES),
     "MistralForCausalLM": Architecture(
-        "Mistral", "mistralai/Mistral-7B-Instruct-v0.3", window="always", defaults={"num_key_value_heads": 8}
+        "mistral", "Mistral", "mistralai/Mistral-7B-Instruct-v0.3", window="always", defaults={"num_key_value_heads": 8}
     ),
     "MinistralForCausalLM": Architecture(  # Mistral with layer_types in config.json
-        "Ministral", "mistralai/Ministral-8B-Instruct-2410", window="always", defaults={"num_key_value_heads": 8}
+        "ministral", "Ministral", "mistralai/Ministral-8B-Instruct-2410", window="always",
+        defaults={"num_key_value_heads": 8},
     ),
     "Ministral3ForCausalLM": Architecture(
-        "Ministral 3", "mistralai/Ministral-3-8B-Instruct-2512", window="always", reads="llama_4_scaling_beta",
+        "ministral3", "Ministral 3", "mistralai/Ministral-3-8B-Instruct-2512", window="always",
+        reads="llama_4_scaling_beta",
         defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None,
                   "rope_parameters": MINISTRAL3_ROPE},
     ),
     "Qwen3MoeForCausalLM": Architecture(
-        "Qwen3-MoE", "Qwen/Qwen3-30B-A3B", qkv_bias="attention_bias", output_bias="attention_bias", qk_norm=True,
-        window="used", experts="moe_intermediate_size", defaults={"num_key_value_heads": 4},
+        "qwen3_moe", "Qwen3-MoE", "Qwen/Qwen3-30B-A3B", **BIASES, qk_norm=True, window="used",
+        experts="moe_intermediate_size", defaults={"num_key_value_heads": 4},
     ),
     "MixtralForCausalLM": Architecture(
-        "Mixtral", "mistralai/Mixtral-8x7B-Instruct-v0.1", window="always", experts="intermediate_size",
+        "mixtral", "Mixtral", "mistralai/Mixtral-8x7B-Instruct-v0.1", window="always", experts="intermediate_size",
         names={"mlp": "block_sparse_moe", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},
         defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
                   "rope_theta": 1e6, "sliding_window": None, "norm_topk_prob": True},
     ),
     "GraniteForCausalLM": Architecture(
-        "Granite 3 (dense)", "ibm-granite/granite-3.3-8b-instruct", **LLAMA_BIASES,
+        "granite", "Granite 3 (dense)", "ibm-granite/granite-3.3-8b-instruct", **LLAMA_BIASES,
         reads="embedding_multiplier residual_multiplier logits_scaling attention_multiplier",
         defaults={"attention_multiplier": 1.0},
     ),
     "CwmForCausalLM": Architecture(
-        "CWM", "facebook/cwm", window="always", full_layers=(4, 0),
+        "cwm", "CWM", "facebook/cwm", window="always", full_layers=(4, 0),
         defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 8192,
                   "rope_parameters": {
                       "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "high_freq_factor": 4.0,
@@ -159,78 +160,82 @@ ARCHITECTURES = {
                   }},
     ),
     "SeedOssForCausalLM": Architecture(
-        "Seed-OSS", "ByteDance-Seed/Seed-OSS-36B-Instruct", qkv_bias="attention_bias",
+        "seed_oss", "Seed-OSS", "ByteDance-Seed/Seed-OSS-36B-Instruct", qkv_bias="attention_bias",
         output_bias="attention_out_bias", mlp_bias="mlp_bias",
         defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
     ),
     "SmolLM3ForCausalLM": Architecture(
-        "SmolLM3", "HuggingFaceTB/SmolLM3-3B", **LLAMA_BIASES, window="layers",
+        "smollm3", "SmolLM3", "HuggingFaceTB/SmolLM3-3B", **LLAMA_BIASES, window="layers",
         reads="no_rope_layers no_rope_layer_interval",
         defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True, "sliding_window": None},
     ),
     "Phi3ForCausalLM": Architecture(
-        "Phi-3, Phi-4, Phi-4-mini", "microsoft/Phi-4-mini-instruct", window="always", partial_rotary=1.0,
+        "phi3", "Phi-3, Phi-4, Phi-4-mini", "microsoft/Phi-4-mini-instruct", window="always", partial_rotary=1.0,
         longrope=True, fused_qkv=True, fused_gate_up=True, reads="partial_rotary_factor",
         defaults={"rms_norm_eps": 1e-5, "sliding_window": None, "max_position_embeddings": 4096,
                   "original_max_position_embeddings": 4096},
     ),
     "Olmo2ForCausalLM": Architecture(
-        "OLMo 2", "allenai/OLMo-2-1124-7B-Instruct", **OLMO, defaults={"rms_norm_eps": 1e-5}
+        "olmo2", "OLMo 2", "allenai/OLMo-2-1124-7B-Instruct", **OLMO, defaults={"rms_norm_eps": 1e-5}
     ),
     "Olmo3ForCausalLM": Architecture(
-        "OLMo 3", "allenai/Olmo-3-7B-Instruct", **OLMO, window="always", full_layers=(4, 3), two_ropes=True,
+        "olmo3", "OLMo 3", "allenai/Olmo-3-7B-Instruct", **OLMO, window="always", full_layers=(4, 3), two_ropes=True,
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
     ),
     "Glm4ForCausalLM": Architecture(
-        "GLM-4-0414", "zai-org/GLM-4-9B-0414", qkv_bias="attention_bias", post_norms=True, partial_rotary=0.5,
+        "glm4", "GLM-4-0414", "zai-org/GLM-4-9B-0414", qkv_bias="attention_bias", post_norms=True, partial_rotary=0.5,
         interleaved=True, fused_gate_up=True, reads="partial_rotary_factor",
         names={"after_attention_norm": "post_self_attn_layernorm", "after_mlp_norm": "post_mlp_layernorm"},
         defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "attention_bias": True},
     ),
     "Gemma2ForCausalLM": Architecture(
-        "Gemma 2", "google/gemma-2-2b-it", **GEMMA, full_layers=(2, 1),
+        "gemma2", "Gemma 2", "google/gemma-2-2b-it", **GEMMA, full_layers=(2, 1),
         reads="attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar",
         defaults={**SIZE_OF_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     "Gemma3ForCausalLM": Architecture(
-        "Gemma 3 (text)", "google/gemma-3-1b-it", **GEMMA, qk_norm=True, full_layers=(6, 5), two_ropes=True,
+        "gemma3_text", "Gemma 3 (text)", "google/gemma-3-1b-it", **GEMMA, qk_norm=True, full_layers=(6, 5),
+        two_ropes=True,
         reads="final_logit_softcapping query_pre_attn_scalar rope_local_base_freq sliding_window_pattern",
         defaults={**SIZE_OF_GEMMA, "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
                   "num_hidden_layers": 26, "max_position_embeddings": 131_072, "rope_theta": 1e6},
     ),
-    "Gemma4ForCausalLM": Architecture("Gemma 4", "google/gemma-4-E2B-it", **GEMMA4, defaults=SIZE_OF_GEMMA4),
+    "Gemma4ForCausalLM": Architecture(
+        "gemma4_text", "Gemma 4", "google/gemma-4-E2B-it", **GEMMA4, defaults=SIZE_OF_GEMMA4
+    ),
     "Gemma4UnifiedForCausalLM": Architecture(
-        "Gemma 4 (unified)", "google/gemma-4-12B-it", **GEMMA4,
+        "gemma4_unified_text", "Gemma 4 (unified)", "google/gemma-4-12B-it", **GEMMA4,
         defaults={**SIZE_OF_GEMMA4, "sliding_window": 1024, "max_position_embeddings": 262_144,
                   "hidden_size_per_layer_input": 0},
     ),
     "StableLmForCausalLM": Architecture(
-        "StableLM", "stabilityai/stablelm-2-zephyr-1_6b", qkv_bias="use_qkv_bias", eps="layer_norm_eps",
+        "stablelm", "StableLM", "stabilityai/stablelm-2-zephyr-1_6b", qkv_bias="use_qkv_bias", eps="layer_norm_eps",
         layer_norm=True, partial_rotary=0.25, reads="partial_rotary_factor", defaults={"layer_norm_eps": 1e-5},
     ),
     "Starcoder2ForCausalLM": Architecture(
-        "StarCoder2", "bigcode/starcoder2-7b", qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias",
-        window="always", eps="norm_epsilon", layer_norm=True, activation="gelu", gated=False,
+        "starcoder2", "StarCoder2", "bigcode/starcoder2-7b", qkv_bias="use_bias", output_bias="use_bias",
+        mlp_bias="use_bias", window="always", eps="norm_epsilon", layer_norm=True, activation="gelu", gated=False,
         names={"up_proj": "c_fc", "down_proj": "c_proj"},
         defaults={"num_key_value_heads": 2, "norm_epsilon": 1e-5, "use_bias": True, "sliding_window": None,
                   "tie_word_embeddings": True},
     ),
     "Qwen3_5ForCausalLM": Architecture(
-        "Qwen3.5, 3.6, 3.8", "Qwen/Qwen3.5-27B", **GATED_DELTA, defaults={**SIZE_OF_DELTA, "num_key_value_heads": 4}
+        "qwen3_5_text", "Qwen3.5, 3.6, 3.8", "Qwen/Qwen3.5-27B", **GATED_DELTA,
+        defaults={**SIZE_OF_DELTA, "num_key_value_heads": 4},
     ),
     "Qwen3_5MoeForCausalLM": Architecture(
-        "Qwen3.5-MoE, 3.6, 3.8", "Qwen/Qwen3.5-35B-A3B", **GATED_DELTA, experts="moe_intermediate_size",
+        "qwen3_5_moe_text", "Qwen3.5-MoE, 3.6, 3.8", "Qwen/Qwen3.5-35B-A3B", **GATED_DELTA,
+        experts="moe_intermediate_size",
         defaults={**SIZE_OF_DELTA, **SIZE_OF_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
     ),
     "Qwen3NextForCausalLM": Architecture(
-        "Qwen3-Next", "Qwen/Qwen3-Next-80B-A3B-Instruct", **GATED_DELTA, fused_delta=True,
+        "qwen3_next", "Qwen3-Next", "Qwen/Qwen3-Next-80B-A3B-Instruct", **GATED_DELTA, fused_delta=True,
         experts="moe_intermediate_size",
         defaults={**SIZE_OF_DELTA, **SIZE_OF_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10},
     ),
     "GptOssForCausalLM": Architecture(
-        "gpt-oss", "openai/gpt-oss-20b", qkv_bias="attention_bias", output_bias="attention_bias", window="always",
-        full_layers=(2, 1), experts="intermediate_size", clamped=True, sinks=True, wide_norms=True,
-        names={"gate": "router"},
+        "gpt_oss", "gpt-oss", "openai/gpt-oss-20b", **BIASES, window="always", full_layers=(2, 1),
+        experts="intermediate_size", clamped=True, sinks=True, wide_norms=True, names={"gate": "router"},
         reads="swiglu_limit swiglu_alpha",
         defaults={"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": 128,
                   "attention_bias": True, "num_experts_per_tok": 4, "norm_topk_prob": True,
@@ -241,34 +246,7 @@ ARCHITECTURES = {
                   }},
     ),
 }
-MODEL_TYPES = {
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "ministral": "MinistralForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "cwm": "CwmForCausalLM",
-    "seed_oss": "SeedOssForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
-    "stablelm": "StableLmForCausalLM",
-    "starcoder2": "Starcoder2ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
-}
+MODEL_TYPES = {arch.model_type: name for name, arch in ARCHITECTURES.items()}
 # Models of text and images, whose text part is one of the families: its fields are in text_config.
 WITH_IMAGES = {
     "Gemma3ForConditionalGeneration": "gemma3_text", "Gemma4ForConditionalGeneration": "gemma4_text",

@@ -89,18 +89,8 @@ class Int4Weight(ByteWeight):
         return torch.Size((len(self.scale), self.groups.shape[1] * self.group))
 
     @property
-    def nbytes(self) -> int:
-        offsets = 0 if self.offsets is None else self.offsets.nbytes
-        return self.values.nbytes + self.scale.nbytes + self.groups.nbytes + offsets
-
-    def split(self, sizes: list[int]) -> list[Self]:
-        blocks = [size // self.rows_together for size in sizes]
-        offsets = [None] * len(sizes) if self.offsets is None else self.offsets.split(blocks)
-        parts = zip(self.values.split(blocks), self.scale.split(sizes), self.groups.split(blocks), offsets, strict=True)
-        return [type(self)(*part) for part in parts]
-
-    def chunk(self, n: int) -> list[Self]:
-        return self.split([len(self.scale) // n] * n)
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.values, self.scale, self.groups, self.offsets
 
     def copy_(self, weight: torch.Tensor) -> None:
         """Round weight [N, K], of any floating type, into this matrix, some rows at a time."""

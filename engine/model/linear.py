@@ -73,17 +73,26 @@ class ByteWeight:
         return self.values.device
 
     @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The arguments of the constructor. Each tensor has an entry for the same number of rows."""
+        return self.values, self.scale
+
+    @property
     def nbytes(self) -> int:
-        return self.values.nbytes + self.scale.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
 
     def split(self, sizes: list[int]) -> list[Self]:
         """Returns consecutive views; view i has sizes[i] rows."""
-        parts = zip(self.values.split(sizes), self.scale.split(sizes), strict=True)
-        return [type(self)(values, scale) for values, scale in parts]
+        rows = self.shape[0]
+        parts = (
+            [None] * len(sizes) if tensor is None else tensor.split([size * len(tensor) // rows for size in sizes])
+            for tensor in self.tensors
+        )
+        return [type(self)(*part) for part in zip(*parts, strict=True)]
 
     def chunk(self, n: int) -> list[Self]:
         """Returns n views with the same number of rows."""
-        return self.split([len(self.values) // n] * n)
+        return self.split([self.shape[0] // n] * n)
 
     def copy_(self, weight: torch.Tensor) -> None:
         """Round weight [N, K], of any floating type, into this matrix. Its rows may be in groups, as [n, N / n, K]."""
@@ -229,10 +238,6 @@ class Fp8Blocks(GpuWeight):
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         scale = self.scale[ids // BLOCK].repeat_interleave(BLOCK, 1)
         return (self.values.view(torch.uint8)[ids].view(self.dtype).float() * scale).bfloat16()
-
-    def split(self, sizes: list[int]) -> list[Self]:
-        parts = zip(self.values.split(sizes), self.scale.split([size // BLOCK for size in sizes]), strict=True)
-        return [type(self)(values, scale) for values, scale in parts]
 
 
 Matrix = Any  # torch.Tensor or ByteWeight; not declared as a union, because GPU kernels accept only tensors

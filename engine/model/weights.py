@@ -7,7 +7,8 @@ are mapped into memory and one matrix is held, so the host needs little memory b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -195,10 +196,8 @@ def _is_no_bias(file: Any, path: Path, stored: str, sources: Mapping[str, Source
     stem, _, leaf = stored.rpartition(".")
     if leaf != "bias" or f"{plain_name(stem)}.qweight" not in sources:
         return False
-    try:
+    with _reading(path, stored):
         return not bool(file.get_tensor(stored).any())
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path} cannot be read at {stored} ({error}): download it again") from error
 
 
 def _check_tied(embedding: Slot, files: list[Path]) -> None:
@@ -235,8 +234,15 @@ def _opened(path: Path) -> Any:
 
 def _read(slot: Slot, file: Any, path: Path, name: str) -> torch.Tensor:
     """Returns the part of the tensor `name` of the file that fills the slot's view, before the slot's fold."""
-    try:
+    with _reading(path, name):
         return file.get_tensor(name) if slot.cut is None else slot.take(file.get_slice(name))
+
+
+@contextmanager
+def _reading(path: Path, name: str) -> Iterator[None]:
+    """Raises CheckpointError if the tensor `name` of a file cannot be read."""
+    try:
+        yield
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be read at {name} ({error}): download it again") from error
 
@@ -250,10 +256,8 @@ def _read_packed(
     for name, source in slot.packed.names(slot.name).items():
         if name in where:
             path, stored = where[name]
-            try:
+            with _reading(path, name):
                 tensors[source.suffix] = opened(path).get_tensor(stored)
-            except (SafetensorError, OSError, RuntimeError) as error:
-                raise CheckpointError(f"{path} cannot be read at {name} ({error}): download it again") from error
     if (wrong := fault(tensors)) is not None:
         suffix, what = wrong
         name = next(each for each, source in slot.packed.names(slot.name).items() if source.suffix == suffix)

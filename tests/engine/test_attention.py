@@ -9,7 +9,6 @@ import torch
 
 from engine.attention.base import AttentionShape, ForwardMeta, PagedGroup
 from engine.attention.choose import choose_attention
-from engine.attention.grouped import GroupShape
 from engine.attention.kv_pool import KVPool
 from engine.attention.torch_backend import TorchAttention
 from engine.errors import EngineError
@@ -185,18 +184,20 @@ def test_each_cache_group_has_its_own_table_heads_and_pool_and_nothing_behind_a_
     model = replace(
         config(4, 2, 8, (small, 0, large, 0)), attention_scale=0.4, layer_heads=((4, 6), (1, 10), (2, 4), (1, 10))
     )
-    shapes = [GroupShape(model, group) for group in paged_groups(model)]
+    groups = paged_groups(model)
     cases = [
-        behind_windows(make_case(shape, lengths, decodes, block_size, seed + i), shape.group.window or 1000, block_size)
-        for i, shape in enumerate(shapes)
+        behind_windows(
+            make_case(model.of_group(group), lengths, decodes, block_size, seed + i), group.window or 1000, block_size
+        )
+        for i, group in enumerate(groups)
     ]
     sides = tuple(PagedGroup(case.meta.slot_mapping, case.meta.block_table) for case in cases[1:])
     attention = choose_attention("torch", model, block_size, torch.float64, CPU, 8)
     attention.plan(replace(cases[0].meta, groups=sides))
-    for case, shape in zip(cases, shapes, strict=True):
-        for layer in shape.group.layers:
+    for case, group in zip(cases, groups, strict=True):
+        for layer in group.layers:
             out = attention.run(layer, case.q, case.k_cache, case.v_cache)
-            torch.testing.assert_close(out, expected(case, shape.group.window, 0.4))
+            torch.testing.assert_close(out, expected(case, group.window, 0.4))
 
 
 def test_a_pool_has_the_blocks_and_heads_of_each_group_and_shares_those_of_a_source() -> None:

@@ -22,7 +22,7 @@ from engine.groups import cache_groups
 from engine.model.config import ModelConfig
 from engine.model.families import ARCHITECTURES, MODEL_TYPES
 from engine.model.hf.config import read_model_config
-from engine.model.traits import SUPPORTED, WORDS, lacking, traits
+from engine.model.traits import SUPPORTED, TRAITS, lacking, traits
 from engine.parallel.shards import check
 from engine.params import SamplingParams
 from engine.worker.cpu.executor import CPUSteps
@@ -246,7 +246,7 @@ def test_the_readme_lists_the_families_of_the_table() -> None:
 def test_every_trait_that_a_path_may_lack_is_named() -> None:
     """A field of ModelConfig that changes the computation is a trait, or every path has it."""
     for supported in SUPPORTED.values():
-        assert supported <= set(WORDS)
+        assert supported <= set(TRAITS)
     plain = ModelConfig("LlamaForCausalLM", 100, 64, 64, 2, 4, 2, 16, 512)
     assert not traits(plain)
     everywhere = {
