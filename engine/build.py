@@ -141,7 +141,7 @@ def build_engine(
         load_seconds=round(time.perf_counter() - started, 3), notes=notes,
         speculation=speculation, tensor_parallel_size=config.tensor_parallel_size, groups=groups,
         checkpoint_interval=config.checkpoint_interval if model.state_layers else 0,
-        max_gap_ms=config.max_gap_ms or 0.0,
+        max_gap_ms=config.max_gap_ms or 0.0, graphs=runner.loaded.graphs,
     )
     logger.info("ready: %s", info.to_json())
     return Built(engine, tokenizer, info, runner.close)

@@ -15,6 +15,7 @@ from engine.trace.kind import (
     bounds_of,
     count,
     counts,
+    duration,
     optional,
     rows,
 )
@@ -30,6 +31,15 @@ def is_name(value: Any) -> bool:
 def _setting(value: Any) -> bool:
     number = type(value) in (int, float) and abs(value) <= MOST_NUMBER
     return value is None or type(value) is bool or number or is_name(value) or counts.fits(value)
+
+
+_GRAPHS = {"rows": counts, "decodes": counts, "tokens": count, "prompts": count, "launch_ms": duration}
+
+
+def _graphs(value: Any) -> bool:
+    if type(value) is not dict or (value and value.keys() != _GRAPHS.keys()):
+        return False
+    return all(_GRAPHS[name].fits(each) for name, each in value.items())
 
 
 Name = Annotated[str, Bound(is_name)]
@@ -83,6 +93,9 @@ class EngineInfo:
     groups: Annotated[list[tuple[str, int, int]], rows(Bound(is_name), count, count)] = field(default_factory=list)
     checkpoint_interval: Size = 0  # tokens; 0: no recurrent states
     max_gap_ms: Duration = 0.0  # the target for gaps between tokens; 0: none
+    # Of CUDA graphs: captured numbers of rows ("rows"), and of rows beside prompts ("decodes"); the most tokens and
+    # prompts of a step with prompts; ms to launch a step without a graph. {}: none, or unknown.
+    graphs: Annotated[dict[str, Any], Bound(_graphs)] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.model or self.device)

@@ -95,6 +95,7 @@ class LoadedModel:
         self.block_size = engine_config.block_size
         self.vocab_size = model_config.vocab_size
         self.device_name = _device_name(self.device, group.size)
+        self.graphs: dict[str, Any] = {}  # EngineInfo.graphs
         self.notes: tuple[str, ...]  # sentences for the user about the runner
         with torch.inference_mode():
             self.model, self.notes = load_model(

@@ -172,7 +172,9 @@ class RealRun:
             eviction_policy=setting.eviction, log=log, clock=OwnStepClock(log, self.clock, runner.synchronous),
         )
         self.path, self._records, self._first = path, log.drain(), self.engine.snapshot()
-        self._info = setting.info(EngineInfo(model="none", device=machine.device, overlap=not self._turns))
+        self._info = setting.info(EngineInfo(
+            model="none", device=machine.device, overlap=not self._turns, graphs=machine.graphs,
+        ))
         self._due = [(ask.at + 1.0, i) for i, ask in enumerate(asks) if ask.at is not None]
         heapify(self._due)
         self._asks = asks
@@ -235,6 +237,7 @@ class Machine:
         self.scale: dict[str, Any] = {} if device == "cpu" else SCALE
         self.base = replace(BASE, **{name: value * getattr(BASE, name) for name, value in self.scale.items()
                                      if hasattr(BASE, name)})
+        self.graphs: dict[str, Any] = {}  # EngineInfo.graphs
         self._shared: StepRunner | None = None  # on a GPU all runs share it: a step costs the same in all of them
 
     def asks(self, workload: str) -> list[Ask]:
@@ -273,10 +276,12 @@ class Machine:
         return Part(self._shared, setting.blocks)
 
     def _load(self, model: str, setting: Setting, **options: Any) -> StepRunner:
-        return LLM(
+        llm = LLM(
             model, device=self.device, load_tokenizer=False, block_size=setting.block_size, num_blocks=setting.blocks,
             max_num_seqs=setting.seqs, max_num_batched_tokens=setting.budget, max_model_len=setting.context, **options,
-        ).engine.runner
+        )
+        self.graphs = llm.info.graphs
+        return llm.engine.runner
 
 
 def measures(figures: RunFigures) -> dict[str, float]:

@@ -46,7 +46,7 @@ class Question:
         with _uncollected():
             self.reader = TraceReader(path)
             self.recorded: Recorded = asked_in(self.reader)
-        self.costs: Costs = costs_of(self.recorded.steps, str(path))
+        self.costs: Costs = costs_of(self.recorded.steps, str(path), self.reader.info.graphs)
         self.setting = Setting.of(self.reader.info, self.reader.part(0).snapshot)
 
     def changed(self, changes: dict[str, str]) -> Setting:

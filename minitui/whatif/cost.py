@@ -3,21 +3,22 @@
 The fit is that of the timings panel (viewmodel/explain/cost_model.py): a constant, and a cost for each row, prompt
 token, key and so on. Beside the keys that each row reads, the keys that all rows hold have a cost: a device reads a
 shared block from its memory once. Where the recording has the device's time, and steps overlap, a step takes the longer
-of the device's time and the host's.
+of the device's time and the host's. The device computes a step without a CUDA graph while the host launches it.
 
-A played step takes the fitted time, and deviates from it as a recorded step of the same kind and about the same time
-did, or if it only decodes, one with about as many rows: kernels have steps and corners that no line has (a GPU pads
-steps, a CPU changes its kernels at 48 tokens), a step of the same work does not always take the same time, and the 99th
-percentile is made of that. Recorded deviations are used equally often, so that their sum is right. Stalls are rare, and
-come as often as in the recording, in steps of any kind.
+A played step takes the fitted time, and deviates from it as a recorded step of the same path (padded to the same number
+of rows) and about the same time did: kernels have steps and corners that no line has (a CPU changes its kernels at 48
+tokens), a step of the same work does not always take the same time, and the 99th percentile is made of that. Recorded
+deviations are used equally often, so that their sum is right. Stalls are rare, and come as often as in the recording,
+in steps of any kind.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import mul
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from engine.core.step import StepPlan
 from engine.errors import EngineError
 from minitui.text import count
 from minitui.viewmodel.explain import cost_model
-from minitui.viewmodel.explain.cost_model import LEAST_STEPS, PREFILL_STEPS, ROWS, SEVERAL, robust
+from minitui.viewmodel.explain.cost_model import LEAST_STEPS, PREFILL_STEPS, PREFILL_TOKENS, ROWS, SEVERAL, robust
 from minitui.viewmodel.history.steps import Steps
 
 FEATURES = (*cost_model.FEATURES, "held keys")
@@ -37,7 +38,7 @@ NEAR = 16  # steps: a deviation is one of so many recorded steps
 FEW = 4  # with fewer recorded steps of the same size, those of other sizes tell the deviation
 ALIKE = 1.25  # without recorded steps of the same size, up to this factor, a step is extrapolated
 STALL, RARE = 1.5, 0.03  # multiple of the usual time of such steps; the most stalls, as a share of the steps of a kind
-KINDS = 3  # of steps: with one row, with several, with prompts
+ONE_ROW, SEVERAL_ROWS, PROMPTS, NO_GRAPH = KINDS = range(4)  # the kinds of steps; NO_GRAPH: or the next step has none
 # If the recorded steps do not tell costs apart: rows cost nothing beside their keys, and a key costs as much for each
 # row that reads it as for being held. And one step says that prompts cost nothing but their tokens: if all prompts fill
 # the budget, no step tells. The numbers are the certainty of this, relative to that of the recorded steps.
@@ -51,7 +52,8 @@ class Costs:
     it. With `parallel` the time is the longer of both (device and host), else their sum.
 
     `most`: the most of each feature in a recorded step. `steps`: of the fit. `error`: the median relative deviation of
-    a step. `stalls`: ms of the recorded stalls, beyond the usual time.
+    a step. `stalls`: ms of the recorded stalls, beyond the usual time. `no_graph`: ms to launch a step without a graph
+    beyond the launch of another step, in which the device computes it.
     """
 
     own: list[float]
@@ -63,15 +65,18 @@ class Costs:
     error: float
     stalls: list[float]
     recorded: list[tuple[list[int], list[float], list[float]]]  # by kind, sorted: size, fitted time and its multiple
+    no_graph: float = 0.0
+    graphs: Graphs = field(default_factory=dict)
 
     @property
     def limits(self) -> list[float]:
         """Work of a step is extrapolated if it is larger."""
         return [BEYOND * most for most in self.most]
 
-    def of(self, work: Sequence[float]) -> tuple[float, float]:
+    def of(self, work: Sequence[float], kind: int) -> tuple[float, float]:
         """Returns what work [FEATURES] costs: (own, launched)."""
-        return sum(map(mul, work, self.own)), sum(map(mul, work, self.launched))
+        own, launched = sum(map(mul, work, self.own)), sum(map(mul, work, self.launched))
+        return (max(0.0, own - self.no_graph), launched + self.no_graph) if kind == NO_GRAPH else (own, launched)
 
     def together(self, own: float, launched: float) -> float:
         """Returns the time of a step."""
@@ -91,10 +96,25 @@ def work_of(plan: StepPlan, held: int) -> tuple[float, ...]:
     return 1, n + drafted > 1, n, drafted, tokens > 0, tokens, int(plan.starts[:n].sum()), pairs, held
 
 
-def size_of(work: Sequence[float]) -> int:
-    """Returns the size to which a device pads a step with this work [FEATURES], about: steps of one size take the same
-    path. 1 with prompts: their times are those of their tokens."""
-    n = int(work[ROWS[0]] + work[ROWS[1]]) if not work[PREFILL_STEPS] else 1
+Graphs = dict[str, Any]  # EngineInfo.graphs
+
+
+def path_of(work: Sequence[float], prompts: int, graphs: Graphs) -> tuple[int, int]:
+    """Returns the path of a step with this work [FEATURES] and so many prompts: its kind, and the number of rows to
+    which the device pads it. If the sizes of graphs are unknown, these are usual ones, and 1 with prompts."""
+    n = int(work[ROWS[0]] + work[ROWS[1]])
+    if not work[PREFILL_STEPS]:
+        return int(n > 1), _padded(n, graphs.get("rows", ()))
+    if not graphs:
+        return PROMPTS, 1
+    if prompts > graphs["prompts"] or n + work[PREFILL_TOKENS] > graphs["tokens"]:
+        return NO_GRAPH, 1
+    return PROMPTS, _padded(n + prompts, graphs["decodes"]) if n + prompts > graphs["prompts"] else 1
+
+
+def _padded(n: int, sizes: Sequence[int]) -> int:
+    if sizes and n <= sizes[-1]:
+        return sizes[bisect_left(sizes, n)]
     if n <= 8:
         return 1 << (n - 1).bit_length() if n else 0
     step = max(8, 1 << n.bit_length() - 6 if n >= 64 else 8)
@@ -110,11 +130,11 @@ class Deviations:
         self._steps = self._stalled = 0
         self.extrapolated = False  # no recorded step had about as many rows as the last one
 
-    def took(self, work: Sequence[float], fitted: float) -> float:
-        """Returns the time of a step: its fitted time with the deviation of a recorded step of the same kind and size,
-        and about the same fitted time, one of those used least. Adds a stall where one is due."""
-        costs, kind = self._costs, kind_of_step(work)
-        (sizes, times, multiples), used, size = costs.recorded[kind], self._used[kind], size_of(work)
+    def took(self, kind: int, size: int, fitted: float) -> float:
+        """Returns the time of a step: its fitted time with the deviation of a recorded step of the same path, and about
+        the same fitted time, one of those used least. Adds a stall where one is due."""
+        costs = self._costs
+        (sizes, times, multiples), used = costs.recorded[kind], self._used[kind]
         self.extrapolated = bisect_right(sizes, size * ALIKE) == bisect_left(sizes, size / ALIKE)
         first, end = bisect_left(sizes, size), bisect_right(sizes, size)
         if end - first < FEW:
@@ -132,14 +152,9 @@ class Deviations:
         return fitted * multiples[at] + stall
 
 
-def kind_of_step(work: Sequence[float]) -> int:
-    """Returns the kind of a step with this work [FEATURES]."""
-    return 2 if work[PREFILL_STEPS] else int(work[SEVERAL])
-
-
-def costs_of(steps: Steps, where: str) -> Costs:
+def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
     """Returns the costs of recorded steps. Raises EngineError if too few of them have times; `where` they are from."""
-    at = steps.indices(steps.first, steps.last)
+    at, graphs = steps.indices(steps.first, steps.last), graphs or {}
     at = at[~np.isnan(steps.column("took")[at])]
     if len(at) < LEAST_STEPS:
         raise EngineError(
@@ -150,32 +165,47 @@ def costs_of(steps: Steps, where: str) -> Costs:
     overlap, took = bool(seen.overlapped.any()), seen.took
     work = np.column_stack((seen.work, steps.column("in_use")[at]))
     launched = np.column_stack((seen.ahead + seen.work * seen.here[:, None], np.zeros(len(at))))
+    prompts = (len(steps.chunks(step)) for step in seen.number.tolist())
+    paths = np.array([path_of(one, m, graphs) for one, m in zip(work.tolist(), prompts, strict=True)])
+    kinds, sizes = paths[:, 0], paths[:, 1]
     host = sum((seen.parts[name] for name in ("commit", "emit", "plan", "launch")), np.zeros(len(at)))
     known = ~np.isnan(seen.device) & ~np.isnan(host)
-    parallel = overlap and known.sum() >= LEAST_STEPS
+    parallel, no_graph = overlap and known.sum() >= LEAST_STEPS, 0.0
     if parallel:
-        own = robust(work[known], np.minimum(seen.device, took)[known], _prior(work, took)).costs
-        of_host = robust(launched[known], host[known]).costs
-        fitted = np.maximum(work @ own, launched @ of_host)
+        slow = kinds == NO_GRAPH
+        slowly = slow & seen.here | np.append(slow[1:], False) & seen.overlapped
+        of_device, of_launch = known & ~slow, known & ~slowly
+        own = robust(work[of_device], np.minimum(seen.device, took)[of_device], _prior(work, took)).costs
+        of_host = robust(launched[of_launch], host[of_launch]).costs
+        if graphs:
+            launch, usual = seen.own["launch"], float(np.median(seen.own["launch"]))
+            no_graph = max(0.0, (float(np.median(launch[slow])) if slow.sum() >= FEW else graphs["launch_ms"]) - usual)
+        fitted = np.maximum(np.maximum(work @ own - no_graph * slow, 0), launched @ of_host + no_graph * slowly)
+        kinds = np.where(slow | slowly, NO_GRAPH, kinds)
     else:
         every = np.hstack((work, launched)) if overlap else work
         costs = robust(every, took, _prior(every, took)).costs
         own, of_host, fitted = costs[:n], costs[n:] if overlap else np.zeros(n), every @ costs
     multiples = took / np.maximum(fitted, 1e-9)
-    stalls, recorded, kinds = np.zeros(len(at)), [], np.array(list(map(kind_of_step, seen.work)))
-    sizes = np.array(list(map(size_of, work.tolist())))
-    for kind in range(KINDS):
-        of = np.flatnonzero(kinds == kind) if (kinds == kind).sum() >= NEAR // 2 else np.arange(len(kinds))
+    stalls, recorded = np.zeros(len(at)), []
+    sizes = np.where(kinds == NO_GRAPH, 1, sizes)
+    for kind in KINDS:
+        of = np.flatnonzero(kinds == kind)
+        if len(of) < NEAR // 2:
+            if kind == NO_GRAPH:
+                recorded.append(([1], [0.0], [1.0]))
+                continue
+            of = np.arange(len(kinds))
         of = of[np.lexsort((fitted[of], sizes[of]))]
-        usual = _usual(multiples[of])
-        stalled = multiples[of] > STALL * usual
+        usual_multiples = _usual(multiples[of])
+        stalled = multiples[of] > STALL * usual_multiples
         stalled &= stalled.mean() <= RARE  # else such steps are slow for a reason that the fit does not have
-        stalls[of] = (multiples[of] - usual) * fitted[of] * stalled
-        used = np.where(stalled, usual, multiples[of])
+        stalls[of] = (multiples[of] - usual_multiples) * fitted[of] * stalled
+        used = np.where(stalled, usual_multiples, multiples[of])
         recorded.append((sizes[of].tolist(), fitted[of].tolist(), used.tolist()))
     return Costs(
         own.tolist(), of_host.tolist(), overlap, parallel, work.max(axis=0).tolist(), len(at),
-        float(np.median(np.abs(multiples - 1))), stalls[stalls > 0].tolist(), recorded,
+        float(np.median(np.abs(multiples - 1))), stalls[stalls > 0].tolist(), recorded, no_graph, graphs,
     )
 
 

@@ -31,7 +31,7 @@ from minitui.viewmodel.compare.figures import RunFigures
 from minitui.viewmodel.history.steps import IDLE_SHOWN
 from minitui.viewmodel.history.tokens import percentiles
 from minitui.whatif.asked import Asked, Recorded
-from minitui.whatif.cost import FEATURES, Costs, Deviations, beyond, work_of
+from minitui.whatif.cost import FEATURES, NO_GRAPH, Costs, Deviations, beyond, path_of, work_of
 from minitui.whatif.settings import Setting
 
 STOP = (1 << 31) - 2  # the id that ends a reply
@@ -83,7 +83,7 @@ class Device:
         self.running: Callable[[], Iterable[Request]]
         self.held: Callable[[], int]  # blocks that requests hold
         self._rows: dict[int, list[int]] = {}
-        self._launched = 0.0  # ms of the launches since the last results
+        self._launched, self._slowly = 0.0, False  # since the last results: ms of the launches; one had no graph
 
     def charge(self, costs: Costs) -> None:
         """Let the following steps take time."""
@@ -106,34 +106,39 @@ class Device:
             result.checked[i] = text[end - len(draft) : end + 1]
         return Launch(self, result, *self._cost(plan))
 
-    def _cost(self, plan: StepPlan) -> tuple[float, Sequence[float]]:
-        """Note what the launch of a step costs; return what the step costs beside it, in ms, and its work."""
+    def _cost(self, plan: StepPlan) -> tuple[float, Sequence[float], tuple[int, int]]:
+        """Note what the launch of a step costs; return what the step costs beside it, in ms, its work and path."""
         costs = self._costs
         if costs is None:
-            return 0.0, ()
+            return 0.0, (), (0, 0)
         work = work_of(plan, self.held() * self.block_size)
         self.most = list(map(max, self.most, work))
-        own, launched = costs.of(work)
+        path = path_of(work, len(plan.rows) - plan.num_decoding, costs.graphs)
+        own, launched = costs.of(work, path[0])
         self._launched += launched
-        return own, work
+        self._slowly |= path[0] == NO_GRAPH
+        return own, work, path
 
-    def arrive(self, own: float, work: Sequence[float]) -> None:
+    def arrive(self, own: float, work: Sequence[float], path: tuple[int, int]) -> None:
         """Advance the clock to the results of a step."""
-        launched, self._launched = self._launched, 0.0
+        launched, slowly, self._launched, self._slowly = self._launched, self._slowly, 0.0, False
         if self._costs is not None and work:
-            self.now += self._deviations.took(work, self._costs.together(own, launched)) / 1e3
+            path = (NO_GRAPH, 1) if slowly else path
+            self.now += self._deviations.took(*path, self._costs.together(own, launched)) / 1e3
             self.extrapolated += self._deviations.extrapolated or any(map(gt, work, self._limits))
 
 
 class Launch:
     """A step on the simulated device. `own`: its cost in ms; `work`: its features."""
 
-    def __init__(self, device: Device, result: StepResult, own: float, work: Sequence[float]) -> None:
-        self._device, self._result, self._own, self._work = device, result, own, work
+    def __init__(
+        self, device: Device, result: StepResult, own: float, work: Sequence[float], path: tuple[int, int]
+    ) -> None:
+        self._device, self._result, self._cost = device, result, (own, work, path)
 
     def wait(self) -> StepResult:
         """Wait until the virtual clock is at the step's end."""
-        self._device.arrive(self._own, self._work)
+        self._device.arrive(*self._cost)
         return self._result
 
 

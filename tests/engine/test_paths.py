@@ -365,6 +365,10 @@ def test_graphs_are_captured_in_one_order_and_tried_in_one_order(
         *(f"decode {n}" for n in sample), *(f"sample {n}" for n in sample for _ in range(3)),
     ]
     assert stage.graphs.num_graphs == len(stage.captured)
+    layers = stage.loaded.model_config.num_layers
+    assert stage.loaded.graphs == {
+        "rows": sample[::-1], "decodes": [16], "tokens": 64, "prompts": 8, "launch_ms": pytest.approx(layers * 0.1)
+    }
     tried = [type(part).__name__ for part in stage.graphs.parts]
     assert tried == [*(["VerifyGraphs"] if drafts else []), "DecodeGraphs", "ExtendGraphs"]
     stage.graphs.close()
@@ -452,7 +456,7 @@ def test_a_graph_gets_the_slots_of_every_group(monkeypatch: pytest.MonkeyPatch, 
         assert rows == [*step.table_rows, *(step.table_rows + batch.max_rows)] and columns == 2 * [*step.table_columns]
         assert blocks == [*step.table_blocks, *(step.table_blocks + 100)]
         return
-    size = next(size for size in part._sizes if f"{form} {size}" == stage.went[0])
+    size = next(size for size in part.sizes if f"{form} {size}" == stage.went[0])
     by_token = stage.divided(part._input.target, part._shapes(size))[0]
     expected = [
         [(100 * group + 10 * row + position // 16) * 16 + position % 16 for row in range(n) for position in
@@ -486,7 +490,7 @@ def test_a_graph_gets_the_segments_of_recurrent_states(
         sent = part._input.target.numpy()[16 + 3 * rows :][: 4 * rows].reshape(rows, 4)
         padding = [[i, i + 1, 0, 0] for i in range(n, rows)]
     else:
-        size = next(size for size in part._sizes if f"{form} {size}" == stage.went[0])
+        size = next(size for size in part.sizes if f"{form} {size}" == stage.went[0])
         *_, sent, found = stage.divided(part._input.target, part._shapes(size))
         assert found.tolist() == bounds + [m] * (len(found) - n - 1)
         padding = [[step.num_tokens, step.num_tokens, 0, 0]] * (len(sent) - m)

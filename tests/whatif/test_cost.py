@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from minitui.viewmodel.history.steps import PARTS, Steps
-from minitui.whatif.cost import FEATURES, Costs, Deviations, costs_of, size_of
+from minitui.whatif.cost import FEATURES, NO_GRAPH, Costs, Deviations, costs_of, path_of
 
 
 def recorded(
@@ -22,6 +22,7 @@ def recorded(
     for name in PARTS:
         steps.column(f"part:{name}")[:] = 0.0
     launch = np.zeros(n) if host is None else np.append(host[1:], host[0])  # in the time of the step before
+    steps.column("launch")[:] = 0 if host is None else host
     device, took = took, np.maximum(took, launch)
     ends = np.cumsum(took) / 1e3
     steps.column("part:launch")[:], steps.column("part:wait")[:] = launch, took - launch
@@ -40,8 +41,8 @@ def work(rows: float, keys: float, held: float) -> list[float]:
 
 def predicted(costs: Costs, *step: float) -> float:
     """Returns the time of a step after which as much work follows, without deviation."""
-    features = work(*step)
-    return Deviations(costs).took(features, costs.together(*costs.of(features)))
+    path = path_of(features := work(*step), 0, costs.graphs)
+    return Deviations(costs).took(*path, costs.together(*costs.of(features, path[0])))
 
 
 @pytest.fixture
@@ -74,7 +75,10 @@ def test_stalls_come_as_often_as_recorded_and_in_no_other_place(mixture):
     stalled = took + np.where(np.arange(600) % 100 == 50, 30.0, 0.0)
     costs = costs_of(recorded(rows, keys, held, stalled), "here")
     deviations = Deviations(costs)
-    times = [deviations.took(w := work(*one), sum(costs.of(w))) for one in zip(rows, keys, held, strict=True)]
+    times = [
+        deviations.took(*path_of(w := work(*one), 0, {}), sum(costs.of(w, 1)))
+        for one in zip(rows, keys, held, strict=True)
+    ]
     assert sum(time > 20 for time in times) == 6
     assert sum(times) == pytest.approx(stalled.sum(), rel=0.02)
     assert sorted(times)[-7] < 1.5 * took.max()
@@ -95,11 +99,35 @@ def test_a_step_with_more_rows_than_any_recorded_one_is_extrapolated(mixture):
     rows, keys, held = mixture
     deviations = Deviations(costs_of(recorded(rows, keys, held, 1.0 + 1e-5 * keys), "here"))
     for n, unlike in ((20, False), (39, False), (80, True)):
-        deviations.took(work(n, n * 600, n * 200), 2.0)
+        deviations.took(*path_of(work(n, n * 600, n * 200), 0, {}), 2.0)
         assert deviations.extrapolated is unlike, n
 
 
-def test_sizes():
-    assert [size_of(work(n, 0, 0)) for n in (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 65, 127, 128, 130, 1000, 2048)] == [
+GRAPHS = {"rows": [1, 2, 4, 8, 16, 32], "decodes": [16, 32], "tokens": 512, "prompts": 8, "launch_ms": 20.0}
+
+
+def test_paths():
+    sizes = [1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 65, 127, 128, 130, 1000, 2048]
+    assert [path_of(work(n, 0, 0), 0, {})[1] for n in sizes] == [
         1, 2, 4, 8, 8, 16, 16, 24, 40, 64, 72, 128, 128, 136, 1008, 2048
     ]
+    assert [path_of(work(n, 0, 0), 0, GRAPHS)[1] for n in sizes[:9]] == [1, 2, 4, 8, 8, 16, 16, 32, 40]
+    mixed = [(7, 1, 90), (7, 2, 90), (30, 2, 480), (30, 2, 483), (3, 9, 90)]  # rows, prompts, prompt tokens
+    assert [path_of(prompts(rows, tokens), n, GRAPHS) for rows, n, tokens in mixed] == [
+        (2, 1), (2, 16), (2, 32), (NO_GRAPH, 1), (NO_GRAPH, 1)
+    ]
+    assert path_of(prompts(30, 483), 2, {}) == (2, 1)
+
+
+def prompts(rows: float, tokens: float) -> list[float]:
+    return [x + y for x, y in zip(work(rows, 0, 0), (0, 0, 0, 0, 1, tokens, 0, 0, 0), strict=True)]
+
+
+def test_a_step_without_a_graph_takes_its_launch_and_the_device_computes_meanwhile(mixture):
+    rows, keys, held = mixture
+    costs = costs_of(recorded(rows, keys, held, 1.0 + 1e-5 * keys, np.full(600, 0.3)), "here", GRAPHS)
+    assert costs.no_graph == pytest.approx(19.7)
+    own, launched = costs.of(prompts(20, 800), NO_GRAPH)
+    assert own == 0 and launched == pytest.approx(20, rel=0.05)
+    assert costs.of(prompts(20, 300), 2)[1] < 1
+    assert Deviations(costs).took(NO_GRAPH, 1, costs.together(1.0, launched)) == pytest.approx(20, rel=0.05)

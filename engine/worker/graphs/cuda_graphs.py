@@ -68,11 +68,13 @@ class CudaGraphs:
         self._sampling: SamplingGraphs | None = None
         self.num_graphs = 0
         # Smaller steps do not use flash attention: they are host-bound, and flash needs more of the host's time.
-        bound = loaded.group.least(launch_bound(loaded, launch_seconds(loaded), matmul_rate(loaded)))
+        seconds = launch_seconds(loaded)
+        bound = loaded.group.least(launch_bound(loaded, seconds, matmul_rate(loaded)))
         for backend in attention:
             backend.flash_from = bound
         if not loaded.config.enforce_eager:
             self._capture(loaded, bound, on_progress)
+            loaded.graphs["launch_ms"] = round(seconds * loaded.model_config.num_layers * 1e3, 3)
         for backend, group in zip(attention, paged_groups(loaded.shard), strict=True):
             backend.warm_up(loaded.pool, loaded.dtype, group.layers[0])
         warm_up_forms(loaded, on_progress)
@@ -96,6 +98,10 @@ class CudaGraphs:
         sizes = ladder(rows)
         work += extend.work() + decode.work() + sampling.work(sizes) + sampling.work(set(drafts) - set(sizes))
         self.num_graphs = len(work)
+        loaded.graphs = {
+            "rows": sizes, "decodes": sorted({size.decodes for size in extend.sizes} - {0}),
+            "tokens": max((size.tokens for size in extend.sizes), default=0), "prompts": SEQUENCES,
+        }
         capture_all(loaded, work, on_progress)
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
@@ -122,7 +128,7 @@ class DecodeGraphs(StepGraphs):
     def __init__(self, loaded: LoadedModel, layers: DecodeLayers, sampling: SamplingGraphs) -> None:
         rows = loaded.batch.max_rows
         super().__init__(loaded, layers, sampling, ladder(rows))
-        self._bucket = {n: next(b for b in self._sizes if b >= n) for n in range(1, rows + 1)}
+        self._bucket = {n: next(b for b in self.sizes if b >= n) for n in range(1, rows + 1)}
         self._others = 4 * rows if self._has_states else 0  # numbers of the segments of recurrent states
         self._input = Staging(HEADER + 3 * rows + self._others + 3 * CHANGES, torch.int32, loaded.device)
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=loaded.device)

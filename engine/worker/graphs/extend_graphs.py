@@ -85,7 +85,7 @@ class ExtendGraphs(StepGraphs):
         n, tokens = len(plan.rows), plan.num_tokens
         if plan.num_drafted or plan.prompt_targets or n - plan.num_decodes > SEQUENCES:
             return None
-        fitting = (s for s in self._sizes if s.tokens >= tokens and n <= s.draws and (n > SEQUENCES) == (s.decodes > 0))
+        fitting = (s for s in self.sizes if s.tokens >= tokens and n <= s.draws and (n > SEQUENCES) == (s.decodes > 0))
         size = next(fitting, None)
         if size is None or (plan.segments is not None and len(plan.segments) > size.segments):
             return None

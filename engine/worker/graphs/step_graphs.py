@@ -33,7 +33,7 @@ class StepGraphs:
     ) -> None:
         """`sizes`: the sizes to capture, ascending; str(size) is part of the graph's name."""
         self._loaded, self._batch, self._layers, self._sampling = loaded, loaded.batch, layers, sampling
-        self._sizes = sizes
+        self.sizes = sizes
         self._has_states = bool(loaded.shard.state_layers)
         self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}  # by size
 
@@ -43,7 +43,7 @@ class StepGraphs:
 
     def work(self) -> list[Work]:
         """Returns the captures, largest first."""
-        return [(f"{self.form} {size}", self.graphs, size, partial(self._run, size)) for size in reversed(self._sizes)]
+        return [(f"{self.form} {size}", self.graphs, size, partial(self._run, size)) for size in reversed(self.sizes)]
 
     def _run(self, size: Any) -> None:
         """Run a step of this size. This call is captured."""

@@ -52,13 +52,13 @@ class VerifyGraphs(StepGraphs):
 
     def __init__(self, loaded: LoadedModel, layers: DecodeLayers, sampling: SamplingGraphs) -> None:
         super().__init__(loaded, layers, sampling, verify_sizes(loaded))
-        self._input = Staging(length(self._shapes(self._sizes[-1])), torch.int64, loaded.device)
+        self._input = Staging(length(self._shapes(self.sizes[-1])), torch.int64, loaded.device)
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         n, tokens = len(plan.rows), plan.num_tokens
         if not plan.num_drafted or plan.prompt_targets or (self._has_states and plan.num_decoding < n):
             return None
-        bucket = next((t for t in self._sizes if tokens <= t and n < _sequences(t)), None)
+        bucket = next((t for t in self.sizes if tokens <= t and n < _sequences(t)), None)
         if bucket is None:
             return None
         started, begin = time.perf_counter(), self._loaded.mark()
