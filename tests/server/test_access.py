@@ -2,55 +2,48 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import json
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from engine.errors import EngineError
+from minitui.server.application import create_app
 from minitui.server.settings import Role, ServerSettings
 from tests.support.serving import Running
 
-pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
-
-PAGE = "https://class.example"
+PAGE, KEY = "https://class.example", "a-key-of-the-tests"
 TEXT = {"prompt": "The KV cache holds the keys", "add_special_tokens": False}
 FORM = "application/x-www-form-urlencoded"
 EMPTY = gzip.compress(b"{}", mtime=0)  # names of tests have it: it must not depend on the time
-
-
-def with_settings(server: Running, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
-    monkeypatch.setattr(server.service, "settings", dataclasses.replace(server.service.settings, **settings))
 
 
 # ---- pages of other sites
 
 
 @pytest.fixture
-def asks(server: Running) -> Iterator[Any]:
-    """Asks the preflight question of a browser, and returns the answer."""
-    httpx = pytest.importorskip("httpx")
-    from minitui.server.application import create_app
+def asks(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Asks the server as a browser does for a page, if the server has a key and lets PAGE use it."""
+    server.set(monkeypatch, cors_origins=(PAGE,), keys={KEY: Role.CHAT})
+    transport = httpx.ASGITransport(create_app(server.service))
+    client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
-    service = server.service
-    before = service.settings
-    service.settings = dataclasses.replace(before, cors_origins=(PAGE,))
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(service)), base_url="http://localhost")
-
-    def ask(origin: str, names: str) -> Any:
-        headers = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": names}
-        return server.call(client.options("/v1/messages", headers=headers))
+    def ask(method: str, origin: str, **headers: str) -> Any:
+        return server.call(client.request(method, "/v1/models", headers={"Origin": origin, **headers}))
 
     yield ask
-    service.settings = before
     server.call(client.aclose())
 
 
 def test_an_allowed_page_may_send_every_header_of_the_official_clients(asks: Any) -> None:
+    def preflight(origin: str, names: str) -> Any:
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": names}
+        return asks("OPTIONS", origin, **asked)
+
     sent = {  # by openai and anthropic, for Python and JavaScript
         "accept", "accept-encoding", "anthropic-beta", "anthropic-dangerous-direct-browser-access", "anthropic-version",
         "authorization", "content-type", "idempotency-key", "openai-organization", "openai-project", "user-agent",
@@ -58,12 +51,21 @@ def test_an_allowed_page_may_send_every_header_of_the_official_clients(asks: Any
         "x-stainless-lang", "x-stainless-os", "x-stainless-package-version", "x-stainless-retry-count",
         "x-stainless-runtime", "x-stainless-runtime-version", "x-stainless-timeout",
     }
-    answer = asks(PAGE, ",".join(sorted(sent)))
+    answer = preflight(PAGE, ",".join(sorted(sent)))
     allowed = {name.strip() for name in answer.headers["access-control-allow-headers"].lower().split(",")}
     assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == PAGE
     assert sent <= allowed, sent - allowed
-    refused = asks("https://other.example", "x-stainless-lang")
+    refused = preflight("https://other.example", "x-stainless-lang")
     assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
+
+
+def test_only_an_allowed_page_gets_answers_and_only_with_a_key(asks: Any) -> None:
+    key = {"Authorization": f"Bearer {KEY}"}
+    answer = asks("GET", PAGE, **{"Sec-Fetch-Site": "cross-site"}, **key)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert asks("GET", PAGE).status_code == 401
+    other = asks("GET", "https://other.example", **key)
+    assert other.status_code == 403 and "access-control-allow-origin" not in other.headers
 
 
 def test_a_refused_page_is_told_the_option(server: Running) -> None:
@@ -81,7 +83,7 @@ def test_a_proxy_s_or_a_container_s_host_can_be_allowed(server: Running, monkeyp
     refused = server.get("/v1/models", headers={"Host": "host.docker.internal:8000"})
     assert refused.status_code == 403
     assert "--allowed-host host.docker.internal, or with --api-key" in refused.json()["error"]["message"]
-    with_settings(server, monkeypatch, allowed_hosts=("host.docker.internal", "*.Class.example"))
+    server.set(monkeypatch, allowed_hosts=("host.docker.internal", "*.Class.example"))
     allowed = ("host.docker.internal", "Host.Docker.Internal:8000", "a.class.example", "b.a.class.example.")
     for host in allowed:
         assert status(host) == 200, host
@@ -165,7 +167,7 @@ def test_the_first_page_links_what_a_browser_can_show(server: Running, monkeypat
     links = re.findall('href="([^"]+)"', page.text)
     assert "/docs" in links and "/metrics" in links
     assert all(server.get(link).status_code == 200 for link in links)
-    with_settings(server, monkeypatch, keys={"a-key-of-the-tests": Role.CONTROL})
+    server.set(monkeypatch, keys={KEY: Role.CONTROL})
     assert server.get("/").status_code == 200
 
 
@@ -173,7 +175,7 @@ def test_a_paused_engine_is_a_status_for_students_and_slow_motion_a_notice(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     student, lecturer = "the-key-of-students", "the-key-of-lecturers"
-    with_settings(server, monkeypatch, keys={student: Role.CHAT, lecturer: Role.CONTROL})
+    server.set(monkeypatch, keys={student: Role.CHAT, lecturer: Role.CONTROL})
     ask = {"messages": [{"role": "user", "content": "What is paging?"}], "max_tokens": 2}
     own, other = ({"Authorization": f"Bearer {key}"} for key in (lecturer, student))
 

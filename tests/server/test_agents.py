@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import agents
+import anthropic
+import openai
 import pytest
 
 from minitui.prefix.diagnose import diagnose
@@ -52,9 +55,6 @@ def url(server: Running, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("api", ["chat", "responses"])
 async def test_openai_agents_calls_the_tool_and_answers(url: str, api: str, stream: bool) -> None:
-    agents = pytest.importorskip("agents", reason="openai-agents is not installed")
-    import openai
-
     asked: list[str] = []
 
     @agents.function_tool
@@ -80,7 +80,6 @@ async def test_openai_agents_calls_the_tool_and_answers(url: str, api: str, stre
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_anthropics_tool_runner_calls_the_tool_and_answers(url: str, stream: bool) -> None:
-    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
     asked: list[str] = []
 
     @anthropic.beta_tool
@@ -145,6 +144,7 @@ def test_codex_calls_a_tool_of_an_mcp_server_and_answers(tmp_path: Path) -> None
     assert called["type"] == "mcp_tool_call", told
     assert called["status"] == "completed" and "17" in json.dumps(called)
     assert (answered["type"], answered["text"]) == ("agent_message", SENTENCE)
+
 
 class Agent(NamedTuple):
     """A program that is installed in MINITUI_AGENTS, and its tool that runs a command."""

@@ -10,15 +10,12 @@ import pytest
 from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
 from engine.info import EngineInfo
+from engine.metrics.metrics import Metrics
 from engine.params import SamplingParams
 from engine.trace.records import Record, RecordLog
 from engine.trace.state import State
-from tests.support.simulation import SimulatedRunner, simulated
-
-pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
-
-from engine.metrics.metrics import Metrics
 from minitui.server.telemetry.broadcast import Broadcast
+from tests.support.simulation import SimulatedRunner, simulated
 
 LIFETIME, IDLE, GAP = "kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds", "kv_block_reuse_gap_seconds"
 SHARED = [*range(1, 9)]  # two blocks

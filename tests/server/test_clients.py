@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import pydantic
 import pytest
 
 from tests.support.serving import Running
-
-pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
-pytest.importorskip("llguidance", reason="the extra 'structured' is not installed")
-
-import pydantic
 
 WORDS = "What is the KV cache? Say what a block holds, when a block is shared and which blocks are evicted first."
 QUESTION: list[Any] = [{"role": "user", "content": WORDS}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +10,8 @@ from typing import Any
 import pytest
 
 from minitui.server import notices
-from tests.server.test_hardening import events
+from tests.support.events import chunks_of
 from tests.support.serving import Running, serving
-
-pytest.importorskip("llguidance", reason="the extra 'structured' is not installed")
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 QUESTION = {"role": "user", "content": "What is the KV cache?"}
@@ -46,9 +43,7 @@ def streamed(server: Running, path: str, **fields: Any) -> list[Any]:
     start = {"messages": [QUESTION]} if path == CHAT else {"prompt": PROMPT}
     answer = server.post(path, {**start, "max_tokens": 8, "temperature": 0, "stream": True, **fields})
     assert answer.status_code == 200, answer.text
-    data = events(answer.text)
-    assert data[-1] == "[DONE]"
-    return [json.loads(one) for one in data[:-1]]
+    return chunks_of(answer.text)
 
 
 def content(answer: Any) -> str:
@@ -94,15 +89,6 @@ def test_so_is_one_in_a_part_that_shapes_the_reply(server: Running, path: str, f
     start = {"input": "x"} if path == "/v1/responses" else {"messages": [QUESTION], "max_tokens": 1}
     error = server.post(path, {**start, **fields}).json()["error"]
     assert f"unknown field {name} (did you mean" in error["message"]
-
-
-def test_unknown_fields_of_messages_are_ignored(server: Running) -> None:
-    """Clients send back what other servers added to their messages."""
-    parts = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]
-    said = {"role": "assistant", "content": "y", "reasoning_details": []}
-    messages = [QUESTION, said, {**QUESTION, "content": parts}]
-    answer = server.post(CHAT, {"messages": messages, "max_tokens": 1})
-    assert answer.status_code == 200 and "X-Minitui-Warning" not in answer.headers, answer.text
 
 
 @pytest.mark.parametrize(("path", "name", "value", "default"), [
@@ -156,8 +142,7 @@ def test_the_operator_can_let_unknown_fields_be_ignored(
     server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notices, "_logged", set())
-    settings = dataclasses.replace(server.service.settings, ignore_unknown_fields=True)
-    monkeypatch.setattr(server.service, "settings", settings)
+    server.set(monkeypatch, ignore_unknown_fields=True)
     body = {"messages": [QUESTION], "max_tokens": 2, "colour": 1, "a\x1b[31m\r\nb": 1}
     expected = "ignored unknown fields colour, a?[31m??b"
     for _ in range(2):
@@ -179,8 +164,7 @@ def test_a_body_full_of_unknown_fields_costs_little_and_fills_no_log(
     body = {"messages": [QUESTION], "tools": tools, "max_tokens": 1}
     refused = server.post(CHAT, body).json()["error"]["message"]
     assert len(refused) < 400 and ", ..." in refused
-    settings = dataclasses.replace(server.service.settings, ignore_unknown_fields=True)
-    monkeypatch.setattr(server.service, "settings", settings)
+    server.set(monkeypatch, ignore_unknown_fields=True)
     for number in range(6):
         answer = server.post(CHAT, {**body, f"g{number}": 1, f"{'x' * 300}{number}": 1})
         assert answer.status_code == 200
@@ -298,30 +282,31 @@ def test_the_last_message_is_continued(server: Running) -> None:
     assert empty.status_code == 400 and empty.json()["error"]["param"] == "continue_final_message"
 
 
-def test_a_chat_template_of_the_caller_needs_the_operators_permission(tmp_path: Path, server: Running) -> None:
+def test_a_chat_template_of_the_caller_needs_the_operators_permission(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     body = {"messages": [QUESTION], "max_tokens": 2, "return_token_ids": True,
             "chat_template": "{% for m in messages %}{{ m.content }}!{% endfor %}"}
     refused = server.post(CHAT, body).json()["error"]
     assert refused["param"] == "chat_template" and "--trust-request-chat-template" in refused["message"]
-    server_settings = server.service.settings
-    server.service.settings = dataclasses.replace(server_settings, trust_request_template=True)
-    try:
-        answer = server.post(CHAT, body).json()
-        shown = server.post("/detokenize", {"tokens": answer["prompt_token_ids"]}).json()["prompt"]
-        assert shown == QUESTION["content"] + "!"
-        broken = server.post(CHAT, {**body, "chat_template": "{% for %}"}).json()["error"]
-        assert broken["param"] == "chat_template" and "not a valid Jinja template" in broken["message"]
-    finally:
-        server.service.settings = server_settings
+    server.set(monkeypatch, trust_request_template=True)
+    answer = server.post(CHAT, body).json()
+    shown = server.post("/detokenize", {"tokens": answer["prompt_token_ids"]}).json()["prompt"]
+    assert shown == QUESTION["content"] + "!"
+    broken = server.post(CHAT, {**body, "chat_template": "{% for %}"}).json()["error"]
+    assert broken["param"] == "chat_template" and "not a valid Jinja template" in broken["message"]
 
 
 def test_messages_of_other_servers_are_read(server: Running) -> None:
+    """Clients send back what other servers added to their messages."""
+    parts = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]
     extras = {"id": "m1", "provider_specific_fields": {"a": 1}, "refusal": None, "reasoning": "Hmm."}
     call = {"id": "c", "type": "function", "function": {"name": "first", "arguments": "{}"}}
     messages = [
         QUESTION, {"role": "assistant", "content": None, **extras}, QUESTION,
         {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": None}, {"role": "user", "content": None}, QUESTION,
+        {"role": "tool", "tool_call_id": "c", "content": None}, {"role": "user", "content": None},
+        {**QUESTION, "content": parts},
     ]
     answer = server.post(CHAT, {"messages": messages, "max_tokens": 2})
     assert answer.status_code == 200 and "X-Minitui-Warning" not in answer.headers, answer.text
@@ -427,8 +412,7 @@ def test_the_request_id_is_the_callers_or_a_new_one(server: Running) -> None:
 
 
 def test_the_model_has_several_names(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = dataclasses.replace(server.service.settings, served_names=("tutor", "gpt-4o-mini"))
-    monkeypatch.setattr(server.service, "settings", settings)
+    server.set(monkeypatch, served_names=("tutor", "gpt-4o-mini"))
     assert [card["id"] for card in server.get("/v1/models").json()["data"]] == ["tutor", "gpt-4o-mini"]
     for asked, named in ((None, "tutor"), ("default", "tutor"), ("tutor", "tutor"), ("gpt-4o-mini", "gpt-4o-mini")):
         assert chat(server, model=asked, max_tokens=1)["model"] == named

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from typing import Any, Literal
 
+import anthropic
 import pytest
+from anthropic.types import Message
 
+from minitui.server.messages.schema import MessagesRequest
 from minitui.server.settings import Role
 from tests.support.events import events_of
 from tests.support.serving import Running
-
-pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
-pytest.importorskip("llguidance", reason="the extra 'structured' is not installed")
 
 URL = "/v1/messages"
 QUESTION: list[Any] = [{"role": "user", "content": "What is the KV cache?"}]
@@ -113,8 +112,6 @@ def test_thinking_text_and_calls_are_blocks_and_can_be_sent_back(server: Running
 
 
 def test_a_conversation_reaches_the_model_as_chat_messages() -> None:
-    from minitui.server.messages.schema import MessagesRequest
-
     request = MessagesRequest.model_validate({
         "max_tokens": 5, "system": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind."}], "messages": [
             {"role": "user", "content": "a"},
@@ -148,8 +145,6 @@ def test_a_conversation_reaches_the_model_as_chat_messages() -> None:
     ({"type": "adaptive"}, None),
 ])
 def test_a_model_thinks_only_if_asked_to(thinking: Any, effort: str | None) -> None:
-    from minitui.server.messages.schema import MessagesRequest
-
     request = MessagesRequest.model_validate({**ASK, "thinking": thinking})
     assert request.chat_fields()["reasoning_effort"] == effort
 
@@ -179,8 +174,7 @@ def test_a_schema_is_obeyed(server: Running) -> None:
 
 def test_the_key_may_come_in_anthropics_header_and_errors_have_its_form(server: Running, monkeypatch: Any) -> None:
     keys = {"the-key-to-watch": Role.WATCH, "the-key-to-chat": Role.CHAT}
-    settings = server.service.settings
-    monkeypatch.setattr(server.service, "settings", dataclasses.replace(settings, keys=keys))
+    server.set(monkeypatch, keys=keys)
     for path in (URL, f"{URL}/count_tokens"):
         body = ASK if path == URL else {"messages": QUESTION}
         for headers, status, kind in (
@@ -190,7 +184,7 @@ def test_the_key_may_come_in_anthropics_header_and_errors_have_its_form(server: 
             answer = server.post(path, body, headers=headers)
             assert answer.status_code == status
             assert status == 200 or answer.json()["error"]["type"] == kind
-    monkeypatch.setattr(server.service, "settings", settings)
+    server.set(monkeypatch, keys={})
     monkeypatch.setattr(server.service, "open", server.service.capacity)
     full = server.post(URL, ASK)
     assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
@@ -203,8 +197,7 @@ def test_the_key_may_come_in_anthropics_header_and_errors_have_its_form(server: 
 
 
 def test_an_error_in_mid_stream_is_an_event(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    limited = dataclasses.replace(server.service.settings, request_s=0.3)
-    monkeypatch.setattr(server.service, "settings", limited)
+    server.set(monkeypatch, request_s=0.3)
     body = {**ASK, "stream": True, "max_tokens": 3000, "ignore_eos": True}
     last = events_of(server.post(URL, body).text)[-1]
     assert last["type"] == "error" and last["error"]["type"] == "timeout_error"
@@ -217,13 +210,10 @@ def test_an_error_in_mid_stream_is_an_event(server: Running, monkeypatch: pytest
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Any:
-    anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed")
     return anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=90)
 
 
 def test_the_anthropic_client_reads_messages_streams_and_counts(client: Any, server: Running) -> None:
-    from anthropic.types import Message
-
     for fields in ({}, ALL_KINDS, {"max_tokens": 1}):
         Message.model_validate(ask(server, **fields))  # `client` itself would accept anything
     asked = {**ASK, "system": "Be short and say what is in the cache. " * 3}
@@ -243,24 +233,7 @@ def test_the_anthropic_client_reads_messages_streams_and_counts(client: Any, ser
     assert [model.id for model in client.models.list()] == ["tutor"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_anthropic_client_calls_tools_and_sends_their_results(client: Any, stream: bool) -> None:
-    options: Any = {**ASK, "tools": [TOOL], "tool_choice": {"type": "any"}}
-    if stream:
-        with client.messages.stream(**options) as events:
-            first = events.get_final_message()
-    else:
-        first = client.messages.create(**options)
-    [call] = first.content
-    assert first.stop_reason == "tool_use" and call.input["kind"] in ("free", "cached")
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": "17"}
-    messages = [*QUESTION, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
-    assert client.messages.create(**{**ASK, "messages": messages}, tools=[TOOL]).content[0].text
-
-
 def test_errors_are_the_anthropic_clients_own(client: Any) -> None:
-    import anthropic
-
     for fields, kind, words in (
         ({"model": "claude"}, anthropic.NotFoundError, "there is no model 'claude'"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
@@ -274,9 +247,7 @@ def test_errors_are_the_anthropic_clients_own(client: Any) -> None:
 
 
 def test_the_tool_runners_send_the_whole_conversation_after_a_refused_thread(client: Any, server: Running) -> None:
-    from anthropic import beta_tool
-
-    @beta_tool
+    @anthropic.beta_tool
     def count_blocks(kind: Literal["free", "cached"]) -> str:
         """Count the blocks of the pool.
 

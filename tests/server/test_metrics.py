@@ -7,7 +7,9 @@ import sys
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from engine.metrics.metrics import Metrics
 from engine.trace.views import RequestView, Waste
 from tests.support.serving import Running
 
@@ -85,8 +87,6 @@ def test_the_values_match_the_requests(server: Running) -> None:
 
 @pytest.mark.parametrize("held", [True, False])
 def test_waiting_requests_are_counted_by_reason(server: Running, held: bool) -> None:
-    from engine.metrics.metrics import Metrics
-
     state = server.state()
     state.gate, state.queue = ("closed" if held else "open"), [1, 2]
     state.requests = {id: RequestView(id, "", 4, 8) for id in state.queue}
@@ -101,8 +101,6 @@ def test_waiting_requests_are_counted_by_reason(server: Running, held: bool) -> 
 
 
 def test_the_waste_of_the_pool_is_measured(server: Running) -> None:
-    from engine.metrics.metrics import Metrics
-
     state = server.state()
     state.requests = {1: RequestView(1, "", 20, 40, "running", table=[1, 2], base=20)}
     state.waste = Waste(evicted=32, preempted=5, duplicate=16)
@@ -117,7 +115,6 @@ def test_the_waste_of_the_pool_is_measured(server: Running) -> None:
 
 
 def test_the_process_and_its_http_requests_are_measured(server: Running) -> None:
-    pytest.importorskip("prometheus_client", reason="the extra 'serve' is not installed")
 
     def value(line: str) -> float:
         found = [row for row in server.get("/metrics").text.splitlines() if row.startswith(line + " ")]
@@ -166,9 +163,8 @@ def lint(name: str, kind: str, about: str, labels: set[str]) -> list[str]:
 
 
 def test_our_own_names_follow_prometheus_rules(server: Running) -> None:
-    parser = pytest.importorskip("prometheus_client.parser", reason="the extra 'serve' is not installed")
     families = {}
-    for family in parser.text_string_to_metric_families(server.get("/metrics").text):
+    for family in text_string_to_metric_families(server.get("/metrics").text):
         name = f"{family.name}_total" if family.type == "counter" else family.name  # the parser takes the suffix off
         labels = {key for sample in family.samples for key in sample.labels}
         own = labels - ({"le"} if family.type == "histogram" else {"quantile"} if family.type == "summary" else set())

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import json
-from typing import Annotated, Any, Literal
+from typing import Any
 
+import openai
 import pytest
 
 from engine.core.step import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 from minitui.server.openai.logprobs import Offsets, completion_logprobs
-from minitui.server.settings import Role
 from minitui.tutor import model_dir
+from tests.support.events import chunks_of
 from tests.support.serving import Running
-
-openai = pytest.importorskip("openai", reason="the openai client is not installed (extra 'dev')")
-pytest.importorskip("llguidance", reason="the extra 'structured' is not installed")
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the KV cache?"}]
 TEXT = "<|im_start|>user\nWhat is the KV cache?<|im_end|>\n<|im_start|>assistant\n"
@@ -87,14 +83,6 @@ def test_samples_differ_and_a_seed_fixes_them(client: Any) -> None:
     assert list(streamed.values()) == first
 
 
-def test_a_stop_string_ends_the_reply_and_is_not_shown(client: Any) -> None:
-    text = ask(client, temperature=0).choices[0].message.content
-    stop = text[10:14]
-    answer = ask(client, temperature=0, stop=[stop, "never said"])
-    assert answer.choices[0].message.content == text[: text.index(stop)]
-    assert answer.choices[0].finish_reason == "stop"
-
-
 def test_logit_bias_and_penalties_reach_the_sampler(client: Any, server: Running) -> None:
     token = server.post("/tokenize", {"prompt": " tree", "add_special_tokens": False}).json()["tokens"][0]
     biased = ask(client, logit_bias={str(token): 100}, temperature=0, max_tokens=5)
@@ -114,15 +102,6 @@ def test_logprobs_of_every_token_and_its_rivals(client: Any) -> None:
     chunks = ask(client, logprobs=True, top_logprobs=3, temperature=0, max_tokens=8, stream=True)
     streamed = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
     assert [(e.token, e.bytes) for e in streamed] == [(e.token, e.bytes) for e in content]
-
-
-def test_a_json_schema_is_obeyed(client: Any) -> None:
-    schema = {"type": "object", "properties": {"blocks": {"type": "integer", "minimum": 1, "maximum": 64}},
-              "required": ["blocks"], "additionalProperties": False}
-    wanted: Any = {"type": "json_schema", "json_schema": {"name": "count", "schema": schema, "strict": True}}
-    answer = ask(client, response_format=wanted, temperature=1.0, max_tokens=60)
-    value = json.loads(answer.choices[0].message.content)
-    assert list(value) == ["blocks"] and 1 <= value["blocks"] <= 64
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -195,8 +174,7 @@ def test_events_that_only_have_text_are_made_like_all_others(server: Running, pa
     body = {"model": "tutor", "max_tokens": 12, "temperature": 0, "n": 2, "stream": True, **asked}
     streams = []
     for more in ({}, {"return_token_ids": True}):  # with token ids, each event is made as a whole
-        lines = server.post(f"/v1/{path}", body | more).text.split("\n\n")
-        chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        chunks = chunks_of(server.post(f"/v1/{path}", body | more).text)
         texts = {0: "", 1: ""}
         for choice in (chunk["choices"][0] for chunk in chunks):
             texts[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
@@ -233,63 +211,6 @@ def test_errors_arrive_as_the_clients_own_with_the_field_at_fault(client: Any) -
             ask(client, **options)
         assert caught.value.body["param"] == field, caught.value.body
         assert caught.value.body["message"]
-
-
-def test_a_model_of_pydantic_comes_back_filled_in(client: Any) -> None:
-    from pydantic import BaseModel, Field
-
-    class Count(BaseModel):
-        kind: Literal["free", "cached"]
-        tags: Annotated[list[Literal["a", "b"]], Field(max_length=3)]
-
-    answer = client.chat.completions.parse(
-        model="tutor", messages=QUESTION, response_format=Count, max_tokens=60, temperature=1.0
-    )
-    assert isinstance(answer.choices[0].message.parsed, Count)
-
-
-def test_a_wrong_key_and_a_full_queue_are_the_clients_own_errors(
-    client: Any, server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = server.service.settings
-    monkeypatch.setattr(server.service, "settings", dataclasses.replace(settings, keys={"the-right-key": Role.CHAT}))
-    with pytest.raises(openai.AuthenticationError, match="API key"):
-        ask(client)
-    right = openai.OpenAI(base_url=f"{server.url}/v1", api_key="the-right-key", max_retries=0)
-    assert ask(right, max_tokens=1).choices
-    monkeypatch.setattr(server.service, "settings", settings)
-    monkeypatch.setattr(server.service, "open", server.service.capacity)
-    with pytest.raises(openai.RateLimitError, match="try again later") as caught:
-        ask(client, stream=True)
-    assert int(caught.value.response.headers["retry-after"]) >= 1 and caught.value.code == "queue_full"
-
-
-def test_an_error_in_mid_stream_is_raised_by_the_client(client: Any, server: Running, monkeypatch: Any) -> None:
-    limited = dataclasses.replace(server.service.settings, request_s=0.3)
-    monkeypatch.setattr(server.service, "settings", limited)
-    with pytest.raises(openai.APIError, match=r"longer than 0\.3 s"):
-        list(ask(client, stream=True, max_tokens=3000, extra_body={"ignore_eos": True}))
-    server.wait_idle()
-
-
-async def test_a_cancelled_task_of_the_async_client_frees_its_blocks(server: Running) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-        long = ask(client, max_tokens=3000, extra_body={"ignore_eos": True})
-        task = asyncio.create_task(long)
-        while not await asyncio.to_thread(lambda: server.snapshot()["requests"]):
-            await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.to_thread(server.wait_idle)
-
-
-def test_cancelling_a_stream_frees_its_blocks(client: Any, server: Running) -> None:
-    stream = ask(client, stream=True, max_tokens=3000, extra_body={"ignore_eos": True})
-    next(iter(stream))
-    assert server.snapshot()["requests"]
-    stream.close()
-    server.wait_idle()
 
 
 def test_an_embedded_control_token_is_text_in_a_conversation(server: Running) -> None:

@@ -1,4 +1,4 @@
-"""A server's recording, and the web pages that may use the server."""
+"""A server's recording, and texts that are hidden in it and in the telemetry."""
 
 from __future__ import annotations
 
@@ -13,44 +13,26 @@ import pytest
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.metrics.metrics import Metrics
+from minitui.server import command
+from minitui.server.service import Service
 from minitui.server.settings import Role, ServerSettings
 from minitui.server.telemetry.broadcast import Broadcast
 from minitui.trace.reader import TraceReader
 from tests.support.serving import serving
 from tests.support.traces import final_state
 
-pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
-
-command = pytest.importorskip("minitui.server.command")
 KEY = "a-key-of-the-tests"
-PAGE = "https://class.example"
 
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_server_records_its_engine_without_hidden_texts(tmp_path: Path, hidden: bool) -> None:
     trace = tmp_path / "server.trace"
-    with serving(
-        tmp_path, record=trace, served_names=("tutor",), hide_text=hidden, cors_origins=(PAGE,),
-        keys={KEY: Role.CONTROL},
-    ) as server:
+    with serving(tmp_path, record=trace, hide_text=hidden, keys={KEY: Role.CONTROL}) as server:
         key = {"Authorization": f"Bearer {KEY}"}
         body = {"messages": [{"role": "user", "content": "What is paging?"}], "max_tokens": 40, "temperature": 0}
         assert server.post("/v1/chat/completions", body, headers=key).status_code == 200
-        # Only the named page is allowed, and its preflight request is answered.
-        asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST",
-                 "Access-Control-Request-Headers": "authorization"}
         document = server.get("/openapi.json", headers=key).json()
         assert document["security"] == [{"key": []}] and document["paths"]["/health"]["get"]["security"] == []
-        before = server.http.options("/generate", headers=asked)
-        assert before.status_code == 200
-        assert before.headers["access-control-allow-origin"] == PAGE
-        there = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
-        answer = server.get("/v1/models", headers={**key, **there})
-        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
-        assert server.get("/v1/models", headers=there).status_code == 401, "a named page needs a key all the same"
-        other = server.get("/v1/models", headers={**key, "Origin": "https://other.example"})
-        assert other.status_code == 403
-        assert "access-control-allow-origin" not in other.headers
         snapshot = server.snapshot()
     reader = TraceReader(trace)
     assert reader.info.model == "tutor", "the name of the model in requests, not of its directory"
@@ -71,9 +53,6 @@ def test_every_page_is_let_in_only_with_a_key() -> None:
 
 
 def test_an_unwritable_trace_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
-    from engine.config import EngineConfig
-    from minitui.server.service import Service
-
     with pytest.raises(EngineError, match=r"cannot be written.*--record"):
         Service(EngineConfig(), ServerSettings(record=tmp_path / "no" / "such" / "folder.trace"))
 

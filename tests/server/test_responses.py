@@ -1,23 +1,22 @@
-"""OpenAI's Responses API: the wire format, the store, and the official clients openai and openai-agents."""
+"""OpenAI's Responses API: the wire format, the store, and the official client openai."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
-from typing import Any, Literal
+from typing import Any
 
+import openai
 import pytest
+from openai.types.responses import Response
 
+from minitui.server.errors import ApiError
+from minitui.server.responses.schema import InputItem, messages
+from minitui.server.responses.store import ResponseStore, StoredItem
+from minitui.server.responses.tools import Tool, functions
 from minitui.server.settings import Role
 from tests.support.events import events_of
 from tests.support.serving import Running
-
-pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
-pytest.importorskip("llguidance", reason="the extra 'structured' is not installed")
-
-from minitui.server.errors import ApiError
-from minitui.server.responses.store import ResponseStore, StoredItem
 
 URL = "/v1/responses"
 QUESTION = "What is the KV cache?"
@@ -118,8 +117,6 @@ def test_reasoning_text_and_calls_are_items_and_can_be_sent_back(server: Running
 
 
 def test_a_conversation_reaches_the_model_as_chat_messages() -> None:
-    from minitui.server.responses.schema import InputItem, messages
-
     items: list[Any] = [
         {"role": "developer", "content": "Be kind."},
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
@@ -241,8 +238,7 @@ def test_the_items_before_a_response_are_listed_in_pages(server: Running) -> Non
 
 def test_a_response_belongs_to_the_key_that_made_it(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {"the-key-to-watch": Role.WATCH, "the-key-of-ann": Role.CHAT, "the-key-of-bob": Role.CHAT}
-    settings = dataclasses.replace(server.service.settings, keys=keys, stored_responses=2)
-    monkeypatch.setattr(server.service, "settings", settings)
+    server.set(monkeypatch, keys=keys, stored_responses=2)
 
     def send(key: str, method: str, path: str = "", **body: Any) -> Any:
         headers = {"Authorization": f"Bearer the-key-{key}"}
@@ -305,9 +301,6 @@ def test_a_custom_tool_is_called_with_a_text(server: Running) -> None:
 
 
 def test_the_model_reads_about_all_tools_and_earlier_calls() -> None:
-    from minitui.server.responses.schema import InputItem, messages
-    from minitui.server.responses.tools import Tool, functions
-
     found = functions([Tool.model_validate(TOOL), Tool.model_validate(NAMESPACE)])
     described = {called.function: each["function"] for called, each in found.items()}
     assert list(described) == ["count_blocks", "mcp__tiny__add", "mcp__tiny__patch"]
@@ -366,8 +359,7 @@ def test_what_other_servers_run_is_left_out_with_a_notice(server: Running) -> No
 
 
 def test_an_error_in_mid_stream_is_an_error_and_a_failed_response(server: Running, monkeypatch: Any) -> None:
-    limited = dataclasses.replace(server.service.settings, request_s=0.3)
-    monkeypatch.setattr(server.service, "settings", limited)
+    server.set(monkeypatch, request_s=0.3)
     body = {"input": QUESTION, "stream": True, "max_output_tokens": 3000, "ignore_eos": True}
     events = events_of(server.post(URL, body).text)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -395,13 +387,10 @@ def test_a_dropped_stream_frees_its_blocks_and_is_not_stored(server: Running) ->
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Any:
-    openai = pytest.importorskip("openai", reason="the openai client is not installed")
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=90)
 
 
 def test_the_openai_client_accepts_every_field(client: Any, server: Running) -> None:
-    from openai.types.responses import Response
-
     chosen = {"type": "function", "name": "count_blocks"}
     others = {**calling("mcp__tiny__patch", {"input": "x"}), "tools": [NAMESPACE, PATCH]}
     for fields in ({}, ALL_KINDS, {"tools": [TOOL], "tool_choice": chosen, "temperature": 1.0}, others):
@@ -422,43 +411,3 @@ def test_the_openai_client_streams(client: Any) -> None:
     assert "".join(deltas) == final.output_text == whole.output_text and deltas
     following = client.responses.create(model="tutor", input="Why?", previous_response_id=whole.id, store=False)
     assert following.usage.input_tokens > whole.usage.total_tokens
-
-
-def test_the_openai_client_fills_a_model_of_pydantic(client: Any) -> None:
-    from pydantic import BaseModel, ConfigDict
-
-    class Count(BaseModel):
-        model_config = ConfigDict(extra="forbid")
-        kind: Literal["free", "cached"]
-
-    answer = client.responses.parse(model="tutor", input=QUESTION, text_format=Count, temperature=1.0)
-    assert isinstance(answer.output_parsed, Count)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_openai_agents_runs_an_agent_with_a_tool(server: Running, stream: bool) -> None:
-    agents = pytest.importorskip("agents", reason="openai-agents is not installed")
-    import openai
-
-    asked: list[str] = []
-
-    @agents.function_tool
-    def count_blocks(kind: Literal["free", "cached"]) -> str:
-        """How many blocks there are of a kind."""
-        asked.append(kind)
-        return "17"
-
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-        model = agents.OpenAIResponsesModel(model="tutor", openai_client=client)
-        agent = agents.Agent(
-            name="Counter", instructions="Count.", tools=[count_blocks], model=model,
-            model_settings=agents.ModelSettings(tool_choice="required", temperature=1.0, max_tokens=200),
-        )
-        config = agents.RunConfig(tracing_disabled=True)
-        if stream:
-            result = agents.Runner.run_streamed(agent, QUESTION, run_config=config)
-            kinds = [event.type async for event in result.stream_events()]
-            assert "raw_response_event" in kinds
-        else:
-            result = await agents.Runner.run(agent, QUESTION, run_config=config)
-    assert asked[0] in ("free", "cached") and result.final_output

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
 from minitui.server.settings import Role
 from tests.support.serving import Running, serving
-
-schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed (extra 'dev')")
 
 # Other tests cover these: /minitui/records never ends, and /minitui/control may close the gate for all tests.
 EXAMPLES = 2

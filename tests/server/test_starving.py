@@ -13,9 +13,6 @@ import pytest
 from tests.support.bodies import EXPLODING, ROUTES, bodies, filled
 from tests.support.serving import Running
 
-pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
-pytest.importorskip("llguidance", reason="the extra 'structured' is not installed")
-
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "What is paging?"}], "max_tokens": 2}
 STALL_S = 0.5

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
+import openai
+import pydantic
 import pytest
 
-from tests.support.serving import Running
-
-pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
-pytest.importorskip("llguidance", reason="the extra 'structured' is not installed")
-
-import pydantic
-
 from minitui.server.openai.reply_parser import ForcedCallParser
+from tests.support.events import chunks_of
+from tests.support.serving import Running
 
 CHAT = "/v1/chat/completions"
 QUESTION: list[Any] = [{"role": "user", "content": "What is the KV cache?"}]
@@ -72,7 +69,7 @@ def test_a_named_tool_cut_at_the_limit_is_a_call_with_the_arguments_so_far(serve
     fields = {"tools": [tool("say", parameters), tool("nod", SHORT)], "tool_choice": named, "max_tokens": 40}
     if stream:
         answer = server.post(CHAT, {"messages": QUESTION, "stream": True, **fields})
-        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        events = chunks_of(answer.text)
         [call] = [call for e in events for call in e["choices"][0]["delta"].get("tool_calls", ())]
         finish = events[-1]["choices"][0]["finish_reason"]
     else:
@@ -148,7 +145,6 @@ def test_an_option_opens_objects(server: Running) -> None:
 
 
 def test_openais_helpers_for_models(server: Running) -> None:
-    openai = pytest.importorskip("openai", reason="the openai client is not installed (extra 'clients')")
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
     tools = [openai.pydantic_function_tool(Pool)]
     answer = client.chat.completions.parse(
@@ -165,8 +161,6 @@ def test_openais_helpers_for_models(server: Running) -> None:
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
 def test_instructor(server: Running, mode: str) -> None:
     instructor = pytest.importorskip("instructor", reason="instructor is not installed (extra 'clients')")
-    import openai
-
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
     pool = instructor.from_openai(client, mode=instructor.Mode[mode]).chat.completions.create(
         model="tutor", messages=QUESTION, response_model=Pool, max_tokens=300, temperature=1, max_retries=0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -38,6 +41,10 @@ class Running:
     def post(self, path: str, body: Any, **options: Any) -> Any:
         return self.http.post(path, json=body, **options)
 
+    def set(self, patch: pytest.MonkeyPatch, **settings: Any) -> None:
+        """Change settings until the end of the test."""
+        patch.setattr(self.service, "settings", dataclasses.replace(self.service.settings, **settings))
+
     def call(self, work: Any) -> Any:
         """Run a coroutine on the server's loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(90)
@@ -65,11 +72,33 @@ class Running:
         return State.from_snapshot(self.snapshot())
 
 
+class Open:
+    """A request on a socket of its own, which is held open."""
+
+    def __init__(self, port: int, path: str, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n"
+        self.socket.sendall(head.encode() + data)
+
+    def read_until(self, text: bytes) -> bytes:
+        got = b""
+        while text not in got:
+            piece = self.socket.recv(65536)
+            assert piece, f"the server ended the connection after {got!r}"
+            got += piece
+        return got
+
+    def __enter__(self) -> Open:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+
 @contextlib.contextmanager
 def serving(directory: Path, engine: dict[str, Any] | None = None, **settings: Any) -> Iterator[Running]:
-    """A server on a free port of the loopback. Skips the test where the extra is missing."""
-    for package in ("fastapi", "uvicorn", "httpx"):
-        pytest.importorskip(package, reason="the extra 'serve' is not installed")
+    """A server on a free port of the loopback."""
     from minitui.server.command import Host
 
     options = {"model": str(model_dir()), "device": "cpu", "num_blocks": 512, "max_num_seqs": 8, "cpu_threads": 1}
