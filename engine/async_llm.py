@@ -19,7 +19,7 @@ from engine.outputs import Collector, RequestOutput
 from engine.params import SamplingParams
 from engine.process.client import EngineClient
 from engine.process.stream import Merged, Stream
-from engine.prompts import check_names, needed, read
+from engine.prompts import check_names, needed, own, read
 from engine.text import early_tokenizer
 from engine.text.tokenizer import Tokenizer
 
@@ -75,11 +75,7 @@ class AsyncLLM:
         check_names("generate", others)
         client = await self.start()
         params = await self.get_default_sampling_params() if sampling_params is None else sampling_params
-        if not isinstance(params, SamplingParams):
-            kind = type(params).__name__
-            raise InvalidRequest(f"sampling_params is of type {kind}: it must be SamplingParams", "sampling_params")
-        params = params.clone()  # the caller may change its own
-        params.validate(client.info.vocab_size)
+        params = own(params, client.info.vocab_size)
         found = await asyncio.to_thread(read, prompt, self._tokenizer, add_special_tokens)
         name = str(self._prompts) if request_id is None else request_id
         self._prompts += 1

@@ -20,7 +20,7 @@ from engine.options import EngineArgs, engine_config
 from engine.outputs import Collector, RequestOutput
 from engine.params import SamplingParams
 from engine.profiler import Profiler, ProfilerConfig
-from engine.prompts import read
+from engine.prompts import own, read
 from engine.text.output import OutputProcessor
 
 
@@ -51,14 +51,10 @@ class LLMEngine:
         priority: int = 0,
     ) -> None:
         """Add a request, in a form that LLM.generate takes. Raises InvalidRequest."""
-        if not isinstance(params, SamplingParams):
-            kind = type(params).__name__
-            raise InvalidRequest(f"sampling_params contains a {kind}: it must be SamplingParams", "sampling_params")
+        params = own(params, self.engine.runner.vocab_size)
         if request_id in self._numbers:
             raise InvalidRequest(f"request_id {request_id!r} is in use: another request with this name has not ended",
                                  "request_id")
-        params = params.clone()  # the caller may change its own
-        params.validate(self.engine.runner.vocab_size)  # the engine validates too, but with n = 0 it is not called
         found = read(prompt, self.tokenizer, add_special_tokens)
         collector = Collector(request_id, found, params, self.tokenizer)
         numbers: list[int] = []

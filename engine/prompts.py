@@ -90,14 +90,19 @@ def read(prompt: Any, tokenizer: Tokenizer | None, add_special_tokens: bool = Tr
     return Prompt(text, found.ids, prompt.get("cache_salt") or "")
 
 
-def each_params(given: Any, count: int, default: SamplingParams) -> list[SamplingParams]:
-    """Returns one SamplingParams for each of `count` prompts. `given`: one for all, one for each, or None."""
-    if given is None or isinstance(given, SamplingParams):
-        return [given or default] * count
+def own(params: Any, vocab_size: int) -> SamplingParams:
+    """Returns a copy of parameters, which the caller may change later. Raises InvalidRequest if they are not valid."""
+    if not isinstance(params, SamplingParams):
+        kind = type(params).__name__
+        raise InvalidRequest(f"sampling_params is of type {kind}: it must be SamplingParams", "sampling_params")
+    params.validate(vocab_size)
+    return params.clone()
+
+
+def each_params(given: Any, count: int, default: SamplingParams) -> list[Any]:
+    """Returns the parameters of each of `count` prompts, for `own`. `given`: one for all, one for each, or None."""
     if not isinstance(given, Sequence):
-        raise InvalidRequest(
-            f"sampling_params is of type {type(given).__name__}: it must be SamplingParams", "sampling_params"
-        )
+        return [default if given is None else given] * count
     if len(given) != count:
         raise InvalidRequest(f"there are {count} prompts and {len(given)} sampling_params", "sampling_params")
     return list(given)

@@ -174,11 +174,11 @@ class KVCache:
 
     def take_table_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the rows, columns and blocks (int32) of the changes since the last call."""
-        return _arrays(self._table_changes) if self._table_changes else NO_CHANGES
+        return _arrays(self._table_changes)
 
     def take_window_changes(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Like `take_table_changes`, for the block table of each group of windows."""
-        return [_arrays(window.changes) if window.changes else NO_CHANGES for window in self.windows]
+        return [_arrays(window.changes) for window in self.windows]
 
     # ---- publishing to the tree
 
@@ -319,6 +319,8 @@ class KVCache:
 
 def _arrays(changes: dict[tuple[int, int], int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the rows, columns and blocks (int32) of changes to a block table, and forgets them."""
+    if not changes:
+        return NO_CHANGES
     rows, columns = np.array(list(changes), np.int32).T
     blocks = np.array(list(changes.values()), np.int32)
     changes.clear()

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 
-from engine.config import POLICIES
 from engine.core.cache import KVCache
 from engine.core.gap_target import GapTarget
 from engine.core.node import Match
@@ -66,8 +65,6 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, cache: KVCache, log: RecordLog) -> None:
-        if config.policy not in POLICIES:
-            raise ValueError(f"the policy is {config.policy!r}: it must be one of {', '.join(POLICIES)}")
         self.config = config
         self.cache = cache
         self.log = log

@@ -57,7 +57,8 @@ class Counted:
         self.metrics = Metrics()
         self.metrics.engine_began(info)
         self._engine = engine
-        self._begin()
+        engine.log.drain()
+        self._state = State.from_snapshot(engine.snapshot())
 
     def update(self) -> None:
         """Count the records since the last call."""
@@ -70,10 +71,6 @@ class Counted:
         self.update()
         self.metrics.measure(self._state)
         return [value for metric in vars(self.metrics).values() for value in _values(metric)]
-
-    def _begin(self) -> None:
-        self._engine.log.drain()
-        self._state = State.from_snapshot(self._engine.snapshot())
 
 
 def _values(metric: object) -> Iterator[Metric]:

@@ -337,7 +337,7 @@ class Waiting:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.streams: dict[int, Stream] = {}  # tag -> the open stream
         self._calls: dict[int, asyncio.Future[Any]] = {}  # tag -> the answer
-        self._ready: asyncio.Future[EngineInfo] | None = None
+        self._ready: asyncio.Future[EngineInfo] = loop.create_future()
         self._loop = loop
 
     def for_start(self) -> asyncio.Future[EngineInfo]:
@@ -352,45 +352,35 @@ class Waiting:
 
     def deliver(self, message: tuple[Any, ...]) -> None:
         """Pass a message on. A stream or call that no longer waits gets nothing."""
-        kind, *rest = message
-        if kind == "news":
-            for packed in rest[0]:
-                self._put_text(packed)
-        elif kind == "accepted":
-            stream = self.streams.get(rest[0])
-            if stream is not None:
-                stream.accept(rest[1], rest[2])
-        elif kind == "refused":
-            stream = self.streams.pop(rest[0], None)
-            if stream is not None:
-                stream.put(InvalidRequest(rest[1], rest[2]))
-        elif kind == "answer":
-            future = self._calls.pop(rest[0], None)
-            if future is not None and not future.done():
-                if rest[1]:
-                    future.set_result(rest[2])
+        match message:
+            case "news", deltas:
+                for packed in deltas:
+                    if (stream := self.streams.get(packed[0])) is not None:
+                        delta = Delta(*packed)
+                        delta.request_id = stream.request_id or 0
+                        if delta.finish_reason:
+                            del self.streams[packed[0]]
+                        stream.put(delta)
+            case "accepted", tag, request_id, seed if tag in self.streams:
+                self.streams[tag].accept(request_id, seed)
+            case "refused", tag, sentence, field if tag in self.streams:
+                self.streams.pop(tag).put(InvalidRequest(sentence, field))
+            case "answer", tag, done, answer:
+                future = self._calls.pop(tag, None)
+                if future is None or future.done():
+                    return
+                if done:
+                    future.set_result(answer)
                 else:
-                    future.set_exception(InvalidRequest(rest[2], "control"))
-        elif self._ready is not None and not self._ready.done():
-            if kind == "ready":
-                self._ready.set_result(rest[0])
-            elif kind == "failed":
-                self._ready.set_exception(EngineError(rest[0]))
-
-    def _put_text(self, packed: tuple[Any, ...]) -> None:
-        tag = packed[0]
-        stream = self.streams.get(tag)
-        if stream is None:
-            return
-        delta = Delta(*packed)
-        delta.request_id = stream.request_id or 0
-        if delta.finish_reason:
-            del self.streams[tag]
-        stream.put(delta)
+                    future.set_exception(InvalidRequest(answer, "control"))
+            case "ready", info if not self._ready.done():
+                self._ready.set_result(info)
+            case "failed", sentence if not self._ready.done():
+                self._ready.set_exception(EngineError(sentence))
 
     def fail(self, error: EngineError) -> None:
         """Raise `error` in the start and in every open stream and call."""
-        if self._ready is not None and not self._ready.done():
+        if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # mark it as retrieved, because the waiting task may have been cancelled
         self.end_streams(error)

@@ -455,13 +455,6 @@ class Withdraw(kind.Kind):
 # ---- side groups (engine/trace/side_pool.py); only for models with several kinds of memory
 
 
-def _free_faults(state: State, group: int, request: int, pages: list[tuple[int, int]]) -> Iterator[str]:
-    held = state.requests[request].side[group]
-    yield from state.groups[group].take_faults([page for _, page in pages])
-    if any(place in held for place, _ in pages) or len({place for place, _ in pages}) != len(pages):
-        yield f"r{request} has a page at one of these places"
-
-
 class Take(kind.Kind):
     """Free pages or slots of a side group become the request's."""
 
@@ -474,7 +467,12 @@ class Take(kind.Kind):
         state.groups[group].take_pages([page for _, page in pages])
         state.requests[request].side[group].update(pages)
 
-    faults = _free_faults
+    @staticmethod
+    def faults(state: State, group: int, request: int, pages: list[tuple[int, int]]) -> Iterator[str]:
+        held = state.requests[request].side[group]
+        yield from state.groups[group].take_faults([page for _, page in pages])
+        if any(place in held for place, _ in pages) or len({place for place, _ in pages}) != len(pages):
+            yield f"r{request} has a page at one of these places"
 
 
 class Borrow(kind.Kind):

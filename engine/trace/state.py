@@ -14,8 +14,7 @@ from typing import Any
 
 from engine.trace.kind import CHANGES, Bound, Record
 from engine.trace.runs import blocks_of, runs_of
-from engine.trace.shared_pool import new_pool
-from engine.trace.side_pool import GROUP, SideGroup, SidePool
+from engine.trace.side_pool import GROUP, SideGroup, SidePool, new_pool
 from engine.trace.views import (
     ACTIVE,
     BLOCKS,

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from engine.trace.records import CLEARED
-from engine.trace.shared_pool import new_pool
-from engine.trace.side_pool import SideGroup
+from engine.trace.side_pool import SideGroup, new_pool
 from engine.trace.views import NodeView
 from minitui.trace.foreign import REMOVED
 from minitui.vllm.blocks import Blocks, Inconsistent

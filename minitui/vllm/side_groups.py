@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from engine.trace.shared_pool import new_pool
-from engine.trace.side_pool import SideGroup
+from engine.trace.side_pool import SideGroup, new_pool
 
 if TYPE_CHECKING:
     from engine.trace.state import State

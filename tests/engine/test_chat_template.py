@@ -35,7 +35,6 @@ VALUES = {"messages": [{"role": "user", "content": "x"}], "n": 10**9}
 # What each would take without the limits: hours, or more memory than there is.
 ATTACKS = {
     "a loop without output": ENDLESS,
-    "a loop with output": LOOP * 3 + "x" + "{% endfor %}" * 3,
     "a loop in a macro, whose output is gathered": (
         "{% macro f() %}" + LOOP * 3 + "xxxxxxxx" + "{% endfor %}" * 3 + "{% endmacro %}{{ f() }}"
     ),
@@ -44,15 +43,10 @@ ATTACKS = {
     ),
     "a constant, folded at compilation": "{{ 'a' * 10**10 }}",
     "a text": "{{ ('a' * n * 10) | length }}",
-    "a list": "{{ ([0] * n) | length }}",
     "a width": "{{ '%1000000000d' % 1 }}",
-    "center": "{{ 'a' | center(2 * n) }}",
-    "indent": "{{ ('a\n' * 10**6) | indent(10**5) }}",
     "join": "{{ range(99999) | join('a' * 10**6) }}",
-    "replace": "{{ ('a' * 10**6) | replace('a', 'b' * 10**6) }}",
     "tojson": "{{ ([[0] * 1000] * 1000) | tojson(indent=10**6) }}",
     "one call of C that counts": "{{ (3 ** n) % 7 }}",
-    "a sort": "{{ (range(99999) | list * 1000) | sort(attribute='x') | length }}",
     "doubling": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "an error's message": "{{ raise_exception('x' * 10 * n) }}",
     "17 MiB": "{{ 'a' * n17 }}",
@@ -178,11 +172,9 @@ def test_a_template_that_cannot_be_compiled_is_named(source: str, made: Any) -> 
     [
         ("{{ range(10**9) | list }}", "OverflowError: Range too big. The sandbox blocks ranges larger than"),
         ("{{ range(0, 10, 0) }}", "ValueError: range"),
-        ("{{ 1 // 0 }}", "ZeroDivisionError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ strftime_now(5) }}", "TypeError: .*each needs a role and a content"),
         ("{% include '/etc/passwd' %}", "no loader"),
-        ("{% extends 'x' %}", "no loader"),
     ],
 )
 def test_any_exception_of_a_template_is_a_sentence(source: str, sentence: str, made: Any) -> None:
@@ -194,18 +186,12 @@ def test_any_exception_of_a_template_is_a_sentence(source: str, sentence: str, m
     "source",
     [
         "''.__class__.__mro__",
-        "raise_exception.__globals__.keys()",
         "tojson.__globals__.keys()",
         "lipsum.__globals__['os']",
-        "self.__init__.__globals__",
-        "joiner.__init__.__globals__",
         "namespace.__init__.__globals__",
-        "dict.mro()",
         "messages.append(1)",
-        "messages[0].update(a=1)",
         "(''|attr('__class__')).__mro__",
         "'{0.__class__.__mro__}'.format(1) or x.y",
-        "('{0.__class__}'|attr('format'))(1) or x.y",
         "'{x.__class__}'.format_map({'x': 1}) or x.y",
         "(messages | map(attribute='__class__') | first).__mro__",
     ],

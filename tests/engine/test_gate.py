@@ -131,15 +131,6 @@ def test_run_until_preemption_and_eviction() -> None:
     assert any(r.preemptions for r in engine.scheduler.waiting)
 
 
-def test_submissions_and_aborts_work_while_gated() -> None:
-    engine = busy_engine()
-    engine.gate.pause()
-    request = engine.add_request([9, 9], SamplingParams(max_tokens=3))
-    assert engine.abort(request.id) and engine.abort(1)
-    engine.check()
-    assert steps_taken(engine) == 0
-
-
 def test_slow_motion_stretches_a_step_in_proportion_to_its_real_duration() -> None:
     engine = busy_engine(overlap=True)
     engine.gate.set_pace(50)

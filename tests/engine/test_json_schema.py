@@ -61,7 +61,7 @@ def finite(value: Any) -> bool:
 def test_of_the_official_suite_most_schemas_are_accepted_and_every_reply_to_them_is_valid(
     closed: bool, writer: Writer
 ) -> None:
-    groups = MAIN[::3] if closed else MAIN[::2]
+    groups = MAIN[1::6] if closed else MAIN[::3]
     accepted, replies, wrong = 0, 0, []
     for name, group in groups:
         schema = json.dumps(group["schema"])

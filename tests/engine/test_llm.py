@@ -37,13 +37,6 @@ def test_prompts_as_text_and_as_ids_give_outputs_in_order(llm: LLM) -> None:
     assert llm.generate(texts[0], params, use_tqdm=False)[0].outputs[0].text == by_text[0].outputs[0].text
 
 
-def test_a_chat_is_answered_and_stops_by_itself(llm: LLM) -> None:
-    question = [{"role": "user", "content": "What is a KV cache?"}]
-    reply = llm.chat(question, SamplingParams(temperature=0, max_tokens=200))[0].outputs[0]
-    assert reply.finish_reason == "stop" and "cache" in reply.text.lower()
-    assert "<|" not in reply.text and reply.token_ids[-1] in llm.info.eos_ids
-
-
 def test_n_samples_and_a_parameter_per_prompt(llm: LLM) -> None:
     outputs = llm.generate(
         ["Hello", "Hello"],
@@ -54,12 +47,13 @@ def test_n_samples_and_a_parameter_per_prompt(llm: LLM) -> None:
     assert len({tuple(sample.token_ids) for sample in outputs[0].outputs}) > 1
 
 
-def test_a_stop_string_ends_a_reply_and_is_not_in_it(llm: LLM) -> None:
-    messages = [{"role": "user", "content": "What is a KV cache?"}]
-    whole = llm.chat(messages, SamplingParams(temperature=0, max_tokens=60))[0].outputs[0].text
-    word = whole.split()[5]
-    cut = llm.chat(messages, SamplingParams(temperature=0, max_tokens=60, stop=(word,)))[0].outputs[0]
-    assert cut.text == whole[: whole.index(word)] and cut.finish_reason == "stop"
+def test_an_end_token_or_a_stop_string_ends_a_reply_and_is_not_in_it(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=200)
+    whole = llm.chat(ASKED, params)[0].outputs[0]
+    assert whole.finish_reason == "stop" and whole.token_ids[-1] in llm.info.eos_ids and "<|" not in whole.text
+    word = whole.text.split()[5]
+    cut = llm.chat(ASKED, params.clone(stop=word))[0].outputs[0]
+    assert cut.text == whole.text[: whole.text.index(word)] and cut.finish_reason == "stop"
 
 
 def test_one_bad_prompt_refuses_the_batch_and_leaves_nothing_behind(llm: LLM) -> None:
@@ -136,12 +130,6 @@ def test_other_prompts_are_refused(llm: LLM, prompt: Any, sentence: str) -> None
     assert not llm.engine.has_work
 
 
-def test_a_text_that_spells_out_a_control_token_gets_its_id(llm: LLM) -> None:
-    [asked] = llm.chat(ASKED, GREEDY)
-    assert asked.prompt and asked.prompt.startswith("<|im_start|>user")
-    assert ids_of(llm, asked.prompt, add_special_tokens=False) == [asked.prompt_token_ids]
-
-
 def test_the_tokens_around_a_text_are_added_unless_the_caller_adds_them(tmp_path: Path) -> None:
     shutil.copytree(model_dir(), tmp_path, dirs_exist_ok=True)
     path = tmp_path / "tokenizer.json"
@@ -192,6 +180,14 @@ def test_unknown_names_are_errors_and_vllms_name_the_equivalent(llm: LLM) -> Non
     with pytest.raises(InvalidRequest, match="tokenize=False"):
         llm.get_tokenizer().apply_chat_template(ASKED, return_tensors="pt")
     assert llm.generate("a", GREEDY, lora_request=None)
+
+
+def test_metrics_and_profiles_must_be_asked_for(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="disable_log_stats=False"):
+        llm.get_metrics()
+    with pytest.raises(InvalidRequest, match="profiler_config="):
+        llm.start_profile()
+    llm.stop_profile()
 
 
 def test_an_output_has_vllms_fields(llm: LLM) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.core.request import Request
 from engine.core.step import Emitted
+from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from engine.text.output import Delta, OutputProcessor
 from engine.trace.records import RecordLog
+from tests.engine.test_scheduler_simulation import make_engine
 
 EOS = 999
 
@@ -64,7 +66,7 @@ def feed(text: str, params: SamplingParams, end: str = "length") -> tuple[list[D
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
     include=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_stop_string_cuts_the_text_where_it_first_stands_and_is_never_half_streamed(
     text: str, stops: list[str], include: bool
 ) -> None:
@@ -89,7 +91,9 @@ def test_a_stop_string_cuts_the_text_where_it_first_stands_and_is_never_half_str
     stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
     min_tokens=st.integers(0, 12),
 )
-@settings(max_examples=300, deadline=None)
+@example(words=list("abENDcdENDx"), stops=["END", "ENDED"], min_tokens=5)  # held back as the beginning of another
+@example(words=list("abENDcdEND"), stops=["END"], min_tokens=9)
+@settings(max_examples=150, deadline=None)
 def test_a_stop_string_fires_if_it_ends_beyond_min_tokens_and_only_then(
     words: list[str], stops: list[str], min_tokens: int
 ) -> None:
@@ -114,11 +118,6 @@ def test_a_stop_string_fires_if_it_ends_beyond_min_tokens_and_only_then(
     assert (shown, stopped) == (expected, met)
 
 
-def test_a_stop_string_held_back_as_the_beginning_of_another_stays_protected() -> None:
-    deltas, stopped = feed("abENDcdENDx", SamplingParams(stop=("END", "ENDED"), min_tokens=5))
-    assert "".join(d.text for d in deltas) == "abENDcd" and stopped
-
-
 @pytest.mark.parametrize(("params", "end", "reason"), [
     (SamplingParams(stop=("cd", "bcd")), "length", "bcd"),
     (SamplingParams(stop=("x",), stop_token_ids=(EOS,)), "stop", EOS),
@@ -133,15 +132,6 @@ def test_the_metrics_name_the_stop_string_or_stop_token(params: SamplingParams, 
 def test_text_that_could_begin_a_stop_string_is_held_back_and_flushed_at_the_end() -> None:
     deltas, _ = feed("hello EN", SamplingParams(stop=("END",)))
     assert [d.text for d in deltas] == ["h", "e", "l", "l", "o", " ", "", "EN"]
-
-
-@pytest.mark.parametrize(
-    ("min_tokens", "shown"), [(0, "ab"), (4, "ab"), (5, "abENDcd"), (9, "abENDcd"), (10, "abENDcdEND")]
-)
-def test_a_stop_string_ends_nothing_before_min_tokens(min_tokens: int, shown: str) -> None:
-    """END is complete with the fifth letter, and again with the tenth."""
-    deltas, stopped = feed("abENDcdEND", SamplingParams(stop=("END",), min_tokens=min_tokens))
-    assert "".join(d.text for d in deltas) == shown and stopped == (min_tokens < 10)
 
 
 def test_the_token_that_ends_a_reply_is_in_the_ids_but_not_in_the_text() -> None:
@@ -173,9 +163,6 @@ def test_closing_gives_back_what_was_held() -> None:
     ],
 )
 def test_a_bad_parameter_is_refused_by_name_and_the_engine_is_untouched(field: str, options: dict[str, object]) -> None:
-    from engine.errors import InvalidRequest
-    from tests.engine.test_scheduler_simulation import make_engine
-
     engine = make_engine()
     before = engine.snapshot()
     with pytest.raises(InvalidRequest) as caught:
@@ -187,8 +174,5 @@ def test_a_bad_parameter_is_refused_by_name_and_the_engine_is_untouched(field: s
 
 @pytest.mark.parametrize("ids", [[50], [-1], [1, True], [1, "a"], [1.0]])
 def test_a_prompt_with_ids_outside_the_vocabulary_is_refused(ids: list[int]) -> None:
-    from engine.errors import InvalidRequest
-    from tests.engine.test_scheduler_simulation import make_engine
-
     with pytest.raises(InvalidRequest, match="0 to 49"):
         make_engine().add_request(ids, SamplingParams())

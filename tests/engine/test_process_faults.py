@@ -25,7 +25,7 @@ from engine.process import early_process
 from engine.process.client import EngineClient
 from engine.process.commands import Command, Outbox
 from engine.process.heartbeat import SILENCE_S, TICK_S, WORKING_S, Watch, look_at
-from tests.engine.test_process import PROMPT, config, long, until
+from tests.engine.test_process import PROMPT, config, long, read, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -56,8 +56,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def answers(client: EngineClient) -> None:
     """The engine lives: a plain request is answered."""
     async with asyncio.timeout(60):
-        async for _ in (stream := client.submit(PROMPT, long(max_tokens=2))):
-            pass
+        stream = await read(client.submit(PROMPT, long(max_tokens=2)))
     assert len(stream.ids) == 2
 
 
@@ -65,8 +64,7 @@ async def refusal(client: EngineClient, ids: Any, params: Any, *rest: Any) -> st
     """The sentence with which a submission is refused."""
     with pytest.raises(InvalidRequest) as caught:
         async with asyncio.timeout(60):
-            async for _ in client.submit(ids, params, *rest):
-                pass
+            await read(client.submit(ids, params, *rest))
     return str(caught.value)
 
 
@@ -180,7 +178,7 @@ def hostile_message(random: random.Random) -> bytes:
     return random.randbytes(random.randrange(40)) if kind == "bytes" else pickle.dumps(junk(random))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 async def test_no_command_ends_the_engine(client: EngineClient, seed: int) -> None:
     rng = random.Random(seed)
     client._tag += 10_000  # no hostile tag is one of ours
@@ -239,36 +237,13 @@ async def test_a_cancel_in_slow_motion_is_acknowledged_at_once(client: EngineCli
     await client.control("pace", factor=1.0)
 
 
-async def test_run_until_waits_for_what_happens_after_it_was_asked(client: EngineClient) -> None:
-    for records in (True, False):
-        await client.control("records", enabled=records)
-        before = client.submit(PROMPT, long(max_tokens=4))
-        async for _ in before:
-            pass
-        await client.control("pause")  # otherwise the stream may end before the engine is told what to wait for
-        stream = client.submit(PROMPT, long(max_tokens=40))
-        await stream.started()
-        await client.control("run_until", predicate={"event": "finish"})
-        async with asyncio.timeout(60):
-            async for _ in stream:
-                pass
-        assert len(stream.ids) == 40, "it stopped for a request that had finished before"
-        waiting = client.submit(PROMPT, long(max_tokens=2))
-        await client.control("check")
-        assert (await client.snapshot())["gate"] == "closed" and waiting.drain() == []
-        waiting.cancel()
-        await client.control("resume")
-    await client.control("records", enabled=True)
-
-
 async def test_what_is_waited_for_may_happen_between_two_steps(client: EngineClient) -> None:
     await client.control("pause")
     stream = client.submit(PROMPT, long())
     await stream.started()
     await client.control("run_until", predicate={"event": "finish"})
     stream.cancel()
-    async for _ in stream:
-        pass
+    await read(stream)
     await client.snapshot()
     assert [record[4] for record in client.drain_records() if record[2] == "gate"][-1].endswith("finished: abort")
 
@@ -290,8 +265,7 @@ async def test_sending_to_a_stopped_engine_does_not_hold_up_the_loop_and_restart
     await client.restart()
     for stream in streams:
         with pytest.raises(EngineDead):
-            async for _ in stream:
-                pass
+            await read(stream)
     with pytest.raises(EngineDead):
         await call
     assert client.alive and client.pid != stopped and not client.condition.hung
@@ -307,8 +281,7 @@ async def test_an_engine_that_goes_on_is_not_said_to_hang_any_more(client: Engin
     finally:
         os.kill(client.pid, signal.SIGCONT)
     await until(lambda: not client.condition.hung, "it goes on")
-    async for _ in stream:
-        pass
+    await read(stream)
     assert len(stream.ids) == 3
 
 

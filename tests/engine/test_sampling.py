@@ -167,9 +167,6 @@ def test_noise_is_finite_and_gumbel() -> None:
     assert float(noise.max()) > 12  # the tail is there
 
 
-# ---- settings that are off change nothing
-
-
 # ---- truncation
 
 
@@ -186,13 +183,6 @@ def test_top_p_keeps_the_token_that_crosses_the_boundary() -> None:
     assert kept(logits, top_p=0.81) == {0, 1, 2}
     assert kept(logits, top_p=1e-6) == {0}
     assert_drawn_from(torch.tensor([5 / 8, 3 / 8, 0, 0]), draws(logits, 20_000, temperature=1.0, top_p=0.7))
-
-
-def test_min_p_is_relative_to_the_most_likely() -> None:
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert kept(logits, min_p=0.5) == {0, 1}
-    assert kept(logits, min_p=0.09) == {0, 1, 2, 3}
-    assert kept(logits, min_p=1.0) == {0}
 
 
 def test_truncation_equals_that_of_transformers() -> None:
@@ -271,27 +261,12 @@ def add_everything(batch: Batch, row: int, **changes: Any) -> Request:
     return batch.add(row, **(settings | changes))
 
 
-def greedy_after(logits: torch.Tensor, **params: Any) -> int:
-    batch = Batch(len(logits))
-    batch.add(0, temperature=0.0, **params)
-    return batch.draw(logits[None], [0])[0]
-
-
 def test_repetition_penalty_equals_that_of_transformers() -> None:
     from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
     logits, ids = random_logits(1, 4), [3, 9, 9, 14, 22, 40]
     theirs = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([ids]), logits.clone())[0].softmax(-1)
     assert_drawn_from(theirs, draws(logits[0], 30_000, ids=ids, prompt=3, repetition_penalty=1.3, temperature=1.0))
-
-
-def test_presence_and_frequency_penalties_count_the_reply_only() -> None:
-    logits = torch.tensor([1.0, 2.0, 1.6, 0.0])
-    ids = [1, 1, 1, 2]
-    assert greedy_after(logits, ids=ids, prompt=3, presence_penalty=2.0) == 1  # 1 is in the prompt
-    assert greedy_after(logits, ids=ids, prompt=0, presence_penalty=1.2) == 0
-    assert greedy_after(logits, ids=ids, prompt=0, frequency_penalty=0.25) == 2  # 2.0 − 3·0.25 < 1.6 − 0.25
-    assert greedy_after(logits, ids=ids, prompt=0, frequency_penalty=0.1) == 1
 
 
 def test_penalties_follow_the_tokens_as_they_are_drawn() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from engine.core.engine import Engine
 from engine.core.request import Request
-from engine.core.scheduler import SchedulerConfig
 from engine.params import SamplingParams
 from engine.trace.kind import kind_of
 from engine.trace.side_pool import SideGroup
@@ -19,7 +18,8 @@ from engine.trace.state import State
 from minitui.text import match_reason
 from minitui.trace import check
 from minitui.trace.check import Follower
-from tests.support.simulation import SimulatedRunner, alone, simulated
+from tests.engine import test_scheduler_simulation as simulation
+from tests.engine.test_scheduler_simulation import Load
 
 PARAMS = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
 
@@ -32,16 +32,8 @@ def states(slots: int) -> SideGroup:
     return SideGroup("state", "state", slots + 1)
 
 
-def make_engine(
-    *groups: SideGroup, blocks: int = 200, size: int = 4, budget: int = 64, rows: int = 8, delay: int = 0,
-    prefix_caching: bool = True, **options: object,
-) -> Engine:
-    drafts = int(options.get("speculative_tokens", 0))  # type: ignore[call-overload]
-    runner = SimulatedRunner(blocks + 1, size, rows, groups=groups, echo=drafts > 0)
-    config = SchedulerConfig(budget, rows, max_model_len=4096, **options)  # type: ignore[arg-type]
-    engine = simulated(Engine(runner, config, eos_ids=frozenset({49}), prefix_caching=prefix_caching))
-    engine.delay = 0 if drafts else delay
-    return engine
+def make_engine(*groups: SideGroup, blocks: int = 200, size: int = 4, budget: int = 64, **options: Any) -> Engine:
+    return simulation.make_engine(blocks, size, budget, groups=groups, **options)
 
 
 def run(engine: Engine) -> None:
@@ -63,62 +55,19 @@ def ask(engine: Engine, ids: list[int]) -> Request:
 @pytest.mark.parametrize("seed", range(14))
 def test_any_schedule_gives_the_tokens_of_each_request_alone(seed: int, delay: int) -> None:
     """No page is used twice, none leaks, every hit is one that all groups can serve; the records tell all of it."""
-    r = random.Random(seed)
-    size, drafts = r.choice([1, 2, 4, 16]), r.choice([0, 0, 3])
-    groups = []
-    for tokens in r.sample([1, 3, 8, 17, 40], r.randrange(0, 3)):
-        groups.append(window(-(-tokens // size) + 2 + drafts + r.choice([0, 2, 20]), tokens))
-    if not groups or r.random() < 0.7:
-        groups.append(states(2 + drafts + r.choice([0, 1, 4, 20])))
-    blocks = r.choice([9, 16, 40, 120])
-    engine = make_engine(
-        *groups, blocks=blocks, size=size, budget=r.choice([size, 2 * size, 16, 64, 512]), rows=r.choice([1, 3, 8]),
-        delay=delay, policy=r.choice(["fcfs", "longest-prefix", "static", "priority"]),
-        chunked_prefill=r.random() < 0.85, speculative_tokens=drafts, prefix_caching=r.random() < 0.85,
-        checkpoint_interval=r.choice([8, 32]),
-    )
-    runner = engine.runner
-    assert isinstance(runner, SimulatedRunner)
-    failing = r.random() < 0.4
+    drafts = 3 * (seed % 3 == 1)
 
-    def maybe_fail(_plan: object) -> None:
-        if failing and r.random() < 0.03:
-            raise RuntimeError("the simulated device failed")
+    def groups(r: random.Random, size: int) -> list[SideGroup]:
+        found = [
+            window(-(-tokens // size) + 2 + drafts + r.choice([0, 2, 20]), tokens)
+            for tokens in r.sample([1, 3, 8, 17, 40], r.randrange(0, 3))
+        ]
+        return found if found and r.random() < 0.3 else [*found, states(2 + drafts + r.choice([0, 1, 4, 20]))]
 
-    runner.on_launch = runner.on_wait = maybe_fail
-    state = State.from_snapshot(engine.snapshot())
-    prefixes = [[r.randrange(6) for _ in range(r.randrange(1, 40))] for _ in range(4)]
-    requests: list[Request] = []
-    arrivals = r.randrange(5, 50)
-    for n in range(20_000):
-        if arrivals and r.random() < 0.3:
-            ids = list(r.choice(requests).ids) if requests and r.random() < 0.3 else list(r.choice(prefixes))
-            ids = (ids + [r.randrange(6) for _ in range(r.randrange(0, 12))])[: blocks * size] or [1]
-            params = SamplingParams(max_tokens=r.choice([1, 2, 5, 20, 60]), seed=r.randrange(100))
-            salt, priority = r.choice(["", "", "a"]), r.randrange(3)
-            requests.append(engine.add_request(ids, params, cache_salt=salt, priority=priority))
-            arrivals -= 1
-        if requests and r.random() < 0.02:
-            engine.abort(r.choice(requests).id)
-        if r.random() < 0.01:
-            engine.clear_cache(preempt=r.random() < 0.5)
-        engine.step()
-        state.apply_all(engine.log.drain())
-        engine.check()
-        assert state.snapshot() == engine.snapshot()
-        if n % 50 == 0:
-            assert State.from_snapshot(state.snapshot()).snapshot() == state.copy().snapshot() == state.snapshot()
-        if not arrivals and not engine.has_work:
-            break
-    else:
-        raise AssertionError("somebody starved")
-    for request in requests:
-        got = request.output_ids
-        assert request.finish_reason.split(":")[0] in ("stop", "length", "abort", *["error"] * failing)
-        prompt = request.ids[: request.prompt_len]
-        assert got == alone(prompt, request.seed, len(got), stop=request.stop_ids, echo=drafts > 0)
-    for side in engine.cache.sides:
-        assert side.pool.available == side.pool.total, "pages leaked"
+    Load(
+        seed, 0 if drafts else delay, failures=seed % 5 < 2, prefix_caching=seed % 7 > 0, drafts=drafts, groups=groups,
+        checkpoint_interval=8 if seed % 2 else 32,
+    ).run()
 
 
 def test_a_hit_ends_at_the_last_checkpoint_and_the_next_request_has_one_where_the_texts_part() -> None:

@@ -18,6 +18,7 @@ from engine.params import SamplingParams
 from engine.text.output import OutputProcessor
 from minitui.cli.options import engine_config
 from tests.engine.test_engine_model import SCHEDULES, make_engine, run
+from tests.engine.test_output import Letters
 from tests.support.models import VOCAB, Driver, eager, make_request, make_runner, reference, save
 
 
@@ -93,22 +94,6 @@ def test_drafts_change_neither_a_token_nor_a_logprob(
         assert sum(request.preemptions for request in requests) > 0
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_an_abort_between_drafts_changes_no_token_of_other_requests(
-    checkpoint: Path, plain: dict[int, Any], seed: int
-) -> None:
-    engine, r = make_engine(checkpoint, speculative_tokens=4), random.Random(seed)
-    requests = [engine.add_request(ids, params) for ids, params in wordy(1)]
-    while engine.has_work:
-        engine.step()
-        if r.random() < 0.2:
-            engine.abort(r.choice(requests).id)
-        engine.check()
-    for request, expected in zip(requests, plain[1][0], strict=True):
-        assert request.output_ids == expected[: len(request.output_ids)]
-        assert request.finish_reason == "abort" or len(request.output_ids) == len(expected)
-
-
 def test_cpu_decode_computes_the_logits_of_the_decoder(tmp_path: Path) -> None:
     """In float32 decodes with drafts go a shorter way; it must see the same keys: no later draft, no other row."""
     directory = save(reference("qwen3"), tmp_path)
@@ -141,18 +126,6 @@ def test_cpu_decode_computes_the_logits_of_the_decoder(tmp_path: Path) -> None:
 
 
 def test_tokens_after_a_stop_string_inside_accepted_drafts_are_neither_shown_nor_counted(checkpoint: Path) -> None:
-    class Letters:
-        """A token is a letter."""
-
-        def detokenizer(self, skip_special_tokens: bool = True) -> Letters:
-            return self
-
-        def push(self, ids: list[int]) -> str:
-            return "".join(chr(0x100 + id) for id in ids)
-
-        def flush(self) -> str:
-            return ""
-
     def answer(tokens: int, stop: tuple[str, ...] = (), least: int = 0) -> tuple[str, int, int]:
         engine = make_engine(checkpoint, speculative_tokens=tokens)
         outputs = OutputProcessor(Letters(), engine.log)

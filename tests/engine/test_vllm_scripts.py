@@ -30,15 +30,6 @@ def script(function: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 @script
-def basic(model: str) -> None:
-    from engine import LLM, SamplingParams
-
-    llm = LLM(model=model)
-    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95))
-    assert [output.prompt for output in outputs] == PROMPTS and all(output.outputs[0].text for output in outputs)
-
-
-@script
 def generate_with_arguments_of_the_command_line(model: str) -> None:
     from engine import LLM, EngineArgs, FlexibleArgumentParser
 
@@ -207,52 +198,35 @@ def profiling(model: str) -> None:
 
 
 @script
-def a_stream_of_the_asynchronous_engine(model: str) -> None:
+def a_stream_of_the_asynchronous_engine_that_is_paused(model: str) -> None:
     from engine import AsyncEngineArgs, AsyncLLM
     from engine.sampling_params import RequestOutputKind, SamplingParams
 
     async def main() -> None:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, enforce_eager=True))
-        try:
-            params = SamplingParams(max_tokens=8, seed=42, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-            tokens: list[int] = []
-            async for output in engine.generate(request_id="one", prompt=PROMPTS[0], sampling_params=params):
-                for completion in output.outputs:
-                    tokens += completion.token_ids
-            assert output.finished and len(tokens) == 8
-        finally:
-            engine.shutdown()
-
-    asyncio.run(main())
-
-
-@script
-def pause_and_resume(model: str) -> None:
-    from engine import AsyncEngineArgs, AsyncLLM, SamplingParams
-
-    async def main() -> None:
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, enforce_eager=True))
-        seen: list[int] = []
+        tokens: list[int] = []
 
         async def read() -> Any:
-            params = SamplingParams(max_tokens=300, ignore_eos=True)
-            async for output in engine.generate(request_id="r", prompt=PROMPTS[0], sampling_params=params):
-                seen.append(len(output.outputs[0].token_ids))
+            kind = RequestOutputKind.DELTA
+            params = SamplingParams(max_tokens=300, seed=42, ignore_eos=True, output_kind=kind)
+            async for output in engine.generate(request_id="one", prompt=PROMPTS[0], sampling_params=params):
+                for completion in output.outputs:
+                    tokens.extend(completion.token_ids)
             return output
 
         try:
             reading = asyncio.create_task(read())
-            while len(seen) < 5:
+            while len(tokens) < 5:
                 await asyncio.sleep(0.001)
             await engine.pause_generation(mode="keep")
-            paused_at = len(seen)
+            paused_at = len(tokens)
             client = await engine.start()
             before = await client.snapshot()
             await asyncio.sleep(0.05)
             assert len(before["requests"]) == 1 and (await client.snapshot())["step"] == before["step"]
-            assert len(seen) == paused_at and not reading.done()
+            assert len(tokens) == paused_at and not reading.done()
             await engine.resume_generation()
-            assert (await reading).finished and seen[-1] == 300
+            assert (await reading).finished and len(tokens) == 300
         finally:
             engine.shutdown()
 
@@ -267,25 +241,14 @@ def speculative_decoding(model: str) -> None:
     llm = LLM(
         model=model, trust_remote_code=True, tensor_parallel_size=1, enable_chunked_prefill=True, enforce_eager=False,
         gpu_memory_utilization=0.8, speculative_config=config, disable_log_stats=False, max_model_len=512,
-        max_num_seqs=None, limit_mm_per_prompt={"image": 5}, disable_chunked_mm_input=True,
+        max_num_seqs=None, limit_mm_per_prompt={"image": 5}, disable_chunked_mm_input=True, quantization=None,
+        enable_expert_parallel=True, distributed_executor_backend="mp", compilation_config={"level": 3},
     )
     ids = [llm.get_tokenizer().encode(text, add_special_tokens=False) for text in PROMPTS]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     outputs = llm.generate([TokensPrompt(prompt_token_ids=each) for each in ids], sampling_params=params)
     assert sum(output.outputs[0].metrics["accepted_tokens"] for output in outputs) > 0
     assert llm.info.speculation == {"method": "prompt-lookup", "tokens": 3}
-
-
-@script
-def one_rank_of_several(model: str) -> None:
-    from engine import LLM, SamplingParams
-
-    llm = LLM(
-        model=model, tensor_parallel_size=1, enforce_eager=True, enable_expert_parallel=True, max_num_seqs=64,
-        trust_remote_code=False, distributed_executor_backend="mp", max_model_len=None, quantization=None,
-        compilation_config={"level": 3},
-    )
-    assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=[16, 20][1]))) == 3
 
 
 @script
@@ -349,14 +312,3 @@ def test_a_wrong_option_is_a_sentence(given: dict[str, Any], words: str) -> None
 
     with pytest.raises(EngineError, match=words):
         LLM(str(model_dir()), **given)
-
-
-def test_metrics_and_profiles_must_be_asked_for() -> None:
-    from engine import LLM, InvalidRequest
-
-    llm = LLM(str(model_dir()))
-    with pytest.raises(InvalidRequest, match="disable_log_stats=False"):
-        llm.get_metrics()
-    with pytest.raises(InvalidRequest, match="profiler_config="):
-        llm.start_profile()
-    llm.stop_profile()

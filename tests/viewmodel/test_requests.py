@@ -19,7 +19,6 @@ from minitui.viewmodel.history.tokens import TokenTimes
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.view import View
 from tests.engine.test_scheduler_simulation import Load
-from tests.engine.test_speculation import DraftingLoad
 from tests.support.percentiles import percentiles
 
 SEEDS = range(5)
@@ -57,7 +56,7 @@ class Truth:
 def played(seed: int, kind: str) -> Truth:
     """Runs a random load: requests of many lengths, few blocks, aborts, and one of: overlap, failing steps, drafts."""
     truth, delay = Truth(), {"sync": 0, "overlap": 1, "failures": 1, "drafts": 0}[kind]
-    load = DraftingLoad(seed, 0, 6) if kind == "drafts" else Load(seed, delay, failures=kind == "failures")
+    load = Load(seed, delay, failures=kind == "failures", drafts=6 if kind == "drafts" else 0)
     truth.load = load
     engine = load.engine
     truth.snapshots.append(engine.snapshot())
