@@ -14,7 +14,7 @@ from minitui import settings as settings_file
 from minitui.chat.model_choice import Choice, choose_model, served_choice
 from minitui.chat.store import Store
 from minitui.cli.browser import in_browser
-from minitui.cli.launch import apply_looks, live_source, log_path, make_sampling, recorded, run_app
+from minitui.cli.launch import live_source, log_path, make_sampling, recorded, run_app, settings_with
 from minitui.cli.options import Model, System, chosen_options, engine_config, with_options
 from minitui.protocol import ServerInfo
 from minitui.sources.base import Source
@@ -79,8 +79,7 @@ def chat(
         key = os.environ["MINITUI_KEY"] = secrets.token_urlsafe(24)  # the applications inherit it
         raise typer.Exit(run_web(web, OwnServer(engine_config(choice.name, **engine), choice.label, log_path(), key)))
     record: Path | None = opening["record"]
-    settings = settings_file.load()
-    apply_looks(settings, looks)
+    settings = settings_with(looks)
     need_terminal("minitui chat", 'minitui ask "What is a KV cache?"')
     chosen = make_sampling(sampling, settings.chat)
     system = settings.chat.system if system is None else system
@@ -92,7 +91,7 @@ def chat(
         choice = choose_model(model, system)
         source = live_source(choice, for_one_user(model, engine))
     store = Store(settings_file.data_dir() / "chats.sqlite")
-    raise typer.Exit(run_app(recorded(source, record), choice, settings, chosen, store, resume, make=app))
+    raise typer.Exit(run_app(app, recorded(source, record), settings, choice, chosen, store, resume))
 
 
 def connect_to(

@@ -14,12 +14,11 @@ import typer
 
 from engine.errors import EngineError
 from engine.info import EngineInfo
-from minitui import settings as settings_file
 from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import Choice, choose_model, load_codec
 from minitui.cli.browser import open_in_browser
-from minitui.cli.launch import apply_looks, live_source, run_app
-from minitui.cli.options import Device, DType, Model, engine_config, with_options
+from minitui.cli.launch import changing_source, run_app, settings_with
+from minitui.cli.options import Device, DType, Model, with_options
 from minitui.tui.terminal import has_terminal
 from minitui.visible import json_text
 
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from minitui.teaching.stage import Restart
     from minitui.trace.reader import TraceReader
     from minitui.viewmodel.compare.comparison import Comparison
-
-DEFAULTS = {"kv_blocks": None, "no_prefix_caching": False}  # of the options that contrasts change
 
 
 @with_options("looks", "opening")
@@ -145,22 +142,16 @@ def _run(
     looks: dict[str, Any], text: bool, json: bool,
 ) -> int:
     """Runs a contrast on a model of this machine; returns the exit code."""
-    from minitui.sources.recording import RecordingSource
     from minitui.teaching.compare import TracesOfRuns
 
-    settings = settings_file.load()
-    apply_looks(settings, looks)
-    options = DEFAULTS | options
+    settings = settings_with(looks)
     traces = TracesOfRuns(record)
     try:
-        source = traces.source = RecordingSource(
-            live_source(choice, options | contrast.engine(contrast.first)), traces.path
+        source, restart = changing_source(
+            choice, options | contrast.options, contrast.engine(contrast.first), traces.path
         )
+        traces.source = source
         sampling = Sampling(temperature=0.0, max_tokens=contrast.max_tokens)
-
-        async def restart(changes: dict[str, Any]) -> None:
-            await source.reconfigure(engine_config(choice.name, **(options | contrast.options | changes)))
-
         saving = partial(traces.save, contrast)
         if text:
             comparison, outcome = asyncio.run(_play(contrast, source, choice.system, sampling, restart))
@@ -171,10 +162,10 @@ def _run(
             return 0
         from minitui.tui.compare_app import CompareApp, compare_in_app
 
-        def script(app: Any) -> Any:
-            return compare_in_app(contrast, app, restart, saving)
-
-        status = run_app(source, choice, settings, sampling, script=script, make=CompareApp)
+        status = run_app(
+            CompareApp, source, settings, choice, sampling,
+            script=lambda app: compare_in_app(contrast, app, restart, saving),
+        )
         if save is not None and not status:
             _saved(saving(save))
         return status
@@ -236,10 +227,7 @@ def open_recordings(
 
     for reader in readers:
         reader.check()  # fails before the application opens
-    settings = settings_file.load()
-    apply_looks(settings, looks)
-    source = TwoRecordings(readers, names, notes)
-    return run_app(source, Choice("", "", "", "model"), settings, Sampling(), make=RecordingsApp)
+    return run_app(RecordingsApp, TwoRecordings(readers, names, notes), settings_with(looks))
 
 
 def run_names(first: str, second: str) -> tuple[str, str]:

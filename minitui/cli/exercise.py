@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.errors import EngineError
-from minitui import settings as settings_file
 from minitui.cli.browser import open_in_browser
 from minitui.cli.options import with_options
 from minitui.tui.terminal import has_terminal
@@ -80,15 +79,10 @@ def exercise(
             saved = save_copies(zip(("reference", "yours"), attempt.runs, strict=False), save) if save else []
             _report(attempt, path, new, saved, json)
             raise typer.Exit(0 if attempt.passed else 1)
-        from minitui.chat.conversation import Sampling
-        from minitui.chat.model_choice import Choice
-        from minitui.cli.launch import apply_looks, run_app
+        from minitui.cli.launch import run_app, settings_with
         from minitui.tui.exercise_app import ExerciseApp, ExerciseSource
 
-        settings = settings_file.load()
-        apply_looks(settings, looks)
-        source = ExerciseSource(attempts, path)
-        raise typer.Exit(run_app(source, Choice("", "", "", "model"), settings, Sampling(), make=ExerciseApp))
+        raise typer.Exit(run_app(ExerciseApp, ExerciseSource(attempts, path), settings_with(looks)))
 
 
 def _list() -> None:

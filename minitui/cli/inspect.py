@@ -10,11 +10,10 @@ import typer
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
-from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import served_choice
 from minitui.cli.browser import open_in_browser
 from minitui.cli.chat import connect_to
-from minitui.cli.launch import apply_looks, recorded, run_app
+from minitui.cli.launch import recorded, run_app, settings_with
 from minitui.cli.options import with_options
 from minitui.protocol import ServerInfo
 from minitui.tui.terminal import need_terminal
@@ -55,8 +54,7 @@ def inspect(
     """
     open_in_browser(context, opening, own_engine=False)
     record: Path | None = opening["record"]
-    settings = settings_file.load()
-    apply_looks(settings, looks)
+    settings = settings_with(looks)
     need_terminal("minitui inspect", "minitui tail run.trace")
     if kv_events is not None:
         if record is not None:
@@ -72,7 +70,7 @@ def inspect(
     class InspectApp(app or MinituiApp):  # type: ignore[misc]
         DEFAULT_MODE: ClassVar[str] = "inspect"
 
-    raise typer.Exit(run_app(recorded(source, record), choice, settings, Sampling(), make=InspectApp))
+    raise typer.Exit(run_app(InspectApp, recorded(source, record), settings, choice))
 
 
 def find_events(url: str, key: str = "") -> tuple[str, str]:
@@ -108,5 +106,4 @@ def _over_events(
         from minitui.vllm.kv_source import KvSource
     except ImportError as error:
         raise EngineError(f"--kv-events needs more packages ({error}): {INSTALL}") from error
-    source = KvSource(url, events, key, tokenizer, note)
-    return run_app(source, served_choice(ServerInfo(), None), settings, Sampling(), make=CacheApp)
+    return run_app(CacheApp, KvSource(url, events, key, tokenizer, note), settings, served_choice(ServerInfo(), None))

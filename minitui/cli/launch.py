@@ -21,9 +21,11 @@ from minitui.sources.local import LocalSource
 from minitui.tui.terminal import TerminalGuard, takes_unicode, tolerant_input
 
 if TYPE_CHECKING:
+    from minitui.teaching.stage import Restart
     from minitui.tui.app import MinituiApp
 
 KEPT_LOGS = 10
+NO_MODEL = Choice("", "", "", "model")
 
 
 def live_source(choice: Choice, options: dict[str, Any]) -> LocalSource:
@@ -32,6 +34,19 @@ def live_source(choice: Choice, options: dict[str, Any]) -> LocalSource:
     config, log_file = engine_config(choice.name, **options), log_path()
     early_process.begin(log_file)
     return LocalSource(config, log_file, choice.label)
+
+
+def changing_source(
+    choice: Choice, options: dict[str, Any], first: dict[str, Any] | None = None, record: Path | None = None
+) -> tuple[Any, Restart]:
+    """Returns a source with a new local engine, and a coroutine that replaces this engine by one with its argument's
+    options. `options`: of all engines; `first`: more options of the first; `record`: the file of a recording."""
+    source = recorded(live_source(choice, options | (first or {})), record)
+
+    async def restart(changes: dict[str, Any]) -> None:
+        await source.reconfigure(engine_config(choice.name, **(options | changes)))
+
+    return source, restart
 
 
 def log_path() -> Path:
@@ -66,13 +81,15 @@ def make_sampling(options: dict[str, Any], defaults: settings_file.ChatSettings)
     return sampling
 
 
-def apply_looks(settings: settings_file.Settings, looks: dict[str, Any]) -> None:
-    """Replaces theme, fps and ascii in `settings` by the values given on the command line. Does not save them."""
+def settings_with(looks: dict[str, Any]) -> settings_file.Settings:
+    """Returns the settings, with theme, fps and ascii as given on the command line. Does not save them."""
+    settings = settings_file.load()
     if looks["theme"] is not None:
         settings.theme = theme_name(looks["theme"])
     for name in ("fps", "ascii"):
         if looks[name] is not None:
             setattr(settings, name, looks[name])
+    return settings
 
 
 def theme_name(theme: str) -> str:
@@ -102,11 +119,11 @@ def report_recording(source: Source, status: int = 0) -> int:
 
 
 def run_app(
-    source: Any, choice: Choice, settings: settings_file.Settings, sampling: Sampling, store: Any = None,
-    resume: bool = False, script: Any = None, make: Callable[..., MinituiApp] | None = None,
+    make: Callable[..., MinituiApp] | None, source: Any, settings: settings_file.Settings, choice: Choice = NO_MODEL,
+    sampling: Sampling | None = None, store: Any = None, resume: bool = False, **options: Any,
 ) -> int:
-    """Runs the application until it exits; returns the exit code. `script(app)` is a coroutine that drives a demo.
-    `make` creates the application; without it, MinituiApp does."""
+    """Runs the application until it exits; returns the exit code. `make` creates it; None: MinituiApp. `options`: of
+    this application."""
     # How many times per second Textual checks for redraws. With its default of 60, a typed letter appears after up to
     # 17 ms. While eight chats are answered, 120 lowers the 95th percentile of this delay by a quarter.
     os.environ.setdefault("TEXTUAL_FPS", "120")
@@ -114,7 +131,7 @@ def run_app(
 
     if not takes_unicode(sys.__stderr__):  # Textual draws on this stream
         settings.ascii = True
-    chats = Chats(source, store, sampling)
+    chats = Chats(source, store, sampling or Sampling())
     if resume:
         chats.restore()
     guard = TerminalGuard()
@@ -127,7 +144,7 @@ def run_app(
         speaker=choice.speaker,
         load_codec=load_codec,
         guard=guard,
-        script=script,
+        **options,
     )
     status = 1
     try:

@@ -8,13 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from engine.errors import EngineError
-from minitui import settings as settings_file
 from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import choose_model
 from minitui.cli.browser import class_file, in_browser, open_in_browser
-from minitui.cli.launch import apply_looks, live_source, recorded, run_app
-from minitui.cli.options import engine_config, with_options
-from minitui.cli.teaching import ENGINE
+from minitui.cli.launch import changing_source, run_app, settings_with
+from minitui.cli.options import with_options
 from minitui.tui.terminal import need_terminal
 from minitui.visible import json_text
 
@@ -68,20 +66,14 @@ def lecture(
         print(about(run))
         return
     open_in_browser(context, opening)
-    settings = settings_file.load()
-    apply_looks(settings, looks)
+    settings = settings_with(looks)
     need_terminal("minitui class", "minitui class --check")
     choice = choose_model(None)
-    source: Any = recorded(live_source(choice, ENGINE | run.scenes[0].options), opening["record"])
-
-    async def restart(options: dict[str, Any]) -> None:
-        await source.reconfigure(engine_config(choice.name, **(ENGINE | options)))
-
-    def make(*arguments: Any, **options: Any) -> ClassApp:
-        del options["script"]
-        return ClassApp(*arguments, sheet=run, file=class_file(opening), beat=beat, restart=restart, **options)
-
-    raise typer.Exit(run_app(source, choice, settings, Sampling(temperature=0.0), make=make))
+    source, restart = changing_source(choice, {}, run.scenes[0].options, opening["record"])
+    raise typer.Exit(run_app(
+        ClassApp, source, settings, choice, Sampling(temperature=0.0), sheet=run, file=class_file(opening), beat=beat,
+        restart=restart,
+    ))
 
 
 def _kept(context: typer.Context, opening: dict[str, Any], json: bool, csv: bool) -> None:

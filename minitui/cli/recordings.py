@@ -11,11 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from engine.errors import EngineError
-from minitui import settings as settings_file
-from minitui.chat.conversation import Sampling
-from minitui.chat.model_choice import Choice
 from minitui.cli.browser import open_in_browser
-from minitui.cli.launch import apply_looks, run_app, theme_name
+from minitui.cli.launch import run_app, settings_with, theme_name
 from minitui.cli.options import with_options
 from minitui.tui.terminal import need_terminal
 
@@ -153,15 +150,13 @@ def run_replay(trace: str, speed: float | None, looks: dict[str, Any]) -> int:
     from minitui.trace.reader import TraceReader
     from minitui.tui.replay_app import ReplayApp
 
-    settings = settings_file.load()
-    apply_looks(settings, looks)
+    settings = settings_with(looks)
     need_terminal("minitui replay", "minitui tail FILE or minitui replay FILE --export md")
     path = find_trace(trace)
     reader = TraceReader(path)  # if the file is invalid, raises before the application opens
     if speed is None:
         speed = watching_speed(reader) if is_bundled(path) else 1.0
-    source = ReplaySource(path, speed)
-    return run_app(source, Choice("", "", "", "model"), settings, Sampling(), make=ReplayApp)
+    return run_app(ReplayApp, ReplaySource(path, speed), settings)
 
 
 def run_export(trace: str | Path, kind: str, out: Path | None, step: int | None, size: str, theme: str | None) -> Path:

@@ -110,7 +110,7 @@ def tail(
 
         raise typer.Exit(tail_trace(find_trace(source), print, kind))
     choice = choose_model(None)
-    live = live_source(choice, {"kv_blocks": kv_blocks, "no_prefix_caching": False})
+    live = live_source(choice, {"kv_blocks": kv_blocks})
     if sys.stdin.isatty():
         print("Type a question and press Enter; Ctrl+D ends.", file=sys.stderr)
     raise typer.Exit(asyncio.run(tail_live(live, choice.system, Sampling(), sys.stdin, print, kind=kind)))

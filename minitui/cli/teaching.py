@@ -17,14 +17,13 @@ from minitui import settings as settings_file
 from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import Choice, choose_model
 from minitui.cli.browser import open_in_browser
-from minitui.cli.launch import apply_looks, live_source, recorded, report_recording, run_app
-from minitui.cli.options import KvBlocks, engine_config, with_options
+from minitui.cli.launch import changing_source, report_recording, run_app, settings_with
+from minitui.cli.options import KvBlocks, with_options
 from minitui.tui.terminal import has_terminal
 
 if TYPE_CHECKING:
     from minitui.teaching.lessons.page import Lesson
-
-ENGINE = {"kv_blocks": None, "no_prefix_caching": False}  # defaults of the options that demos and lessons change
+    from minitui.teaching.stage import Restart
 
 
 @with_options("looks", "opening")
@@ -67,13 +66,9 @@ def demo(
     open_in_browser(context, opening)
     chosen = DEMOS[name]
     choice = choose_model(None)
-    options = ENGINE | chosen.options | ({} if kv_blocks is None else {"kv_blocks": kv_blocks})
-    source = recorded(live_source(choice, options), opening["record"])
+    options = chosen.options | ({} if kv_blocks is None else {"kv_blocks": kv_blocks})
+    source, restart = changing_source(choice, options, record=opening["record"])
     sampling = Sampling(temperature=0.0, max_tokens=chosen.max_tokens)
-
-    async def restart(changes: dict[str, Any]) -> None:
-        await source.reconfigure(engine_config(choice.name, **(options | changes)))
-
     if plain or not has_terminal():
         playing = print_demo(chosen, source, choice.system, sampling, beat=beat or 0.0, restart=restart)
         raise typer.Exit(report_recording(source, asyncio.run(playing)))
@@ -81,14 +76,11 @@ def demo(
     from minitui.tui.compare_app import DemoApp
 
     pauses = 1.0 if beat is None else beat
-    settings = settings_file.load()
-    apply_looks(settings, looks)
-
-    def script(app: Any) -> Any:
-        return play_in_app(chosen, app, restart, pauses)
-
+    settings = settings_with(looks)
     make = DemoApp if name in CONTRASTS else None
-    raise typer.Exit(run_app(source, choice, settings, sampling, script=script, make=make))
+    raise typer.Exit(run_app(
+        make, source, settings, choice, sampling, script=lambda app: play_in_app(chosen, app, restart, pauses)
+    ))
 
 
 @with_options("looks", "opening")
@@ -141,13 +133,10 @@ def lesson(
         raise typer.Exit(report_recording(source, asyncio.run(printing)))
     from minitui.tui.lesson_app import LessonApp
 
-    def make(*arguments: Any, **options: Any) -> LessonApp:
-        del options["script"]
-        return LessonApp(*arguments, lesson=chosen, restart=restart, progress=progress, **options)
-
-    settings = settings_file.load()
-    apply_looks(settings, looks)
-    raise typer.Exit(run_app(source, choice, settings, sampling, make=make))
+    settings = settings_with(looks)
+    raise typer.Exit(run_app(
+        LessonApp, source, settings, choice, sampling, lesson=chosen, restart=restart, progress=progress
+    ))
 
 
 def _write_handout(path: Path, lessons: Sequence[Lesson]) -> None:
@@ -165,18 +154,13 @@ def _write_handout(path: Path, lessons: Sequence[Lesson]) -> None:
     print(path)
 
 
-def lesson_source(number: int, record: Path | None = None) -> tuple[Choice, Any, Any]:
+def lesson_source(number: int, record: Path | None = None) -> tuple[Choice, Any, Restart]:
     """Returns the bundled model, an engine with the lesson's options, and a coroutine that replaces this engine.
     `record`: the file of a recording."""
     from minitui.teaching.lessons import lesson as find_lesson
 
     choice = choose_model(None)
-    source: Any = recorded(live_source(choice, ENGINE | find_lesson(number).options), record)
-
-    async def restart(options: dict[str, Any]) -> None:
-        await source.reconfigure(engine_config(choice.name, **(ENGINE | options)))
-
-    return choice, source, restart
+    return choice, *changing_source(choice, {}, find_lesson(number).options, record)
 
 
 def _about(question: str, progress: str) -> str:

@@ -21,8 +21,7 @@ from textual import events
 from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import choose_model, load_codec
 from minitui.chat.sessions import Chats
-from minitui.cli.launch import live_source
-from minitui.cli.options import engine_config
+from minitui.cli.launch import changing_source, live_source
 from minitui.cli.teaching import lesson_source
 from minitui.export.png import find_browser, write_png
 from minitui.export.svg import offline
@@ -45,7 +44,6 @@ FOLLOW_UPS = (
     "What is prefill?",
     "Why is decode memory bound?",
 )
-DEFAULTS: dict[str, Any] = {"kv_blocks": None, "no_prefix_caching": False}
 
 
 @contextlib.asynccontextmanager
@@ -68,7 +66,7 @@ def make(scene: Scene) -> MinituiApp:
         return two_runs(CONTRASTS[scene.contrast], settings)
     if scene.lesson is None:
         choice = choose_model(None)
-        source = live_source(choice, DEFAULTS | scene.options)
+        source = live_source(choice, scene.options)
     else:
         choice, source, restart = lesson_source(scene.lesson)
     shared: dict[str, Any] = {
@@ -86,11 +84,7 @@ def make(scene: Scene) -> MinituiApp:
 def two_runs(contrast: Contrast, settings: Settings) -> CompareApp:
     """Returns the application of `minitui compare`, without recordings of the runs."""
     choice = choose_model(None)
-    source = live_source(choice, DEFAULTS | contrast.engine(contrast.first))
-
-    async def restart(changes: dict[str, Any]) -> None:
-        await source.reconfigure(engine_config(choice.name, **(DEFAULTS | contrast.options | changes)))
-
+    source, restart = changing_source(choice, contrast.options, contrast.engine(contrast.first))
     def script(app: Any) -> Any:
         return compare_in_app(contrast, app, restart, lambda prefix: [])
 

@@ -21,7 +21,7 @@ from minitui.cli import launch
 from minitui.cli.ask import ask_source
 from minitui.cli.compare import run_names
 from minitui.cli.doctor import EXTRAS, report
-from minitui.cli.launch import apply_looks, make_sampling
+from minitui.cli.launch import make_sampling, settings_with
 from minitui.cli.main import app, main
 from minitui.progress import Phases, process_age_s
 from minitui.settings import ChatSettings, Settings
@@ -184,13 +184,14 @@ def test_broken_settings_are_told_by_name(tmp_path, here):
     told(here("ask", "x"), 1, "fps is 'fast'")
 
 
-def test_the_command_line_comes_before_the_settings_and_those_before_the_checkpoint():
+def test_the_command_line_comes_before_the_settings_and_those_before_the_checkpoint(tmp_path, monkeypatch):
     sampling = make_sampling(
         {"temperature": 0.5, "max_tokens": None, "seed": None}, ChatSettings(temperature=0.1, seed=7)
     )
     assert (sampling.temperature, sampling.max_tokens, sampling.seed) == (0.5, None, 7)
-    settings = Settings(fps=20)
-    apply_looks(settings, {"theme": "light", "fps": None, "ascii": True})
+    (tmp_path / "settings.toml").write_text("fps = 20")
+    monkeypatch.setenv("MINITUI_CONFIG", str(tmp_path / "settings.toml"))
+    settings = settings_with({"theme": "light", "fps": None, "ascii": True})
     assert (settings.theme, settings.fps, settings.ascii) == ("minitui-light", 20, True)
 
 
@@ -387,7 +388,7 @@ async def test_chat_says_that_its_recording_or_its_chats_were_not_kept_and_fails
     for error, code in (("", 0), ("x.trace cannot be written", 1)):
         source = FakeSource()
         source.recording_error = error
-        assert launch.run_app(source, launch.Choice("", "", "", "model"), Settings(), Sampling()) == code
+        assert launch.run_app(None, source, Settings()) == code
         said = capsys.readouterr().err
         assert said == (f"minitui: the recording is not complete: {error}\n" if error else "")
     assert launch.report_recording(source, 130) == 130
@@ -397,7 +398,7 @@ async def test_chat_says_that_its_recording_or_its_chats_were_not_kept_and_fails
         return 0
 
     monkeypatch.setattr(launch, "show", unsaved)
-    assert launch.run_app(FakeSource(), launch.Choice("", "", "", "model"), Settings(), Sampling()) == 1
+    assert launch.run_app(None, FakeSource(), Settings()) == 1
     assert "1 chats could not be saved" in capsys.readouterr().err
 
 
