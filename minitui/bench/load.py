@@ -263,8 +263,7 @@ def _planned(at: float, body: dict[str, Any], options: LoadOptions, model: str) 
 
 async def send(client: Any, planned: Planned, began: float) -> Outcome:
     """Sends one request and reads its answer."""
-    from minitui.sources.bounds import ANSWER
-    from minitui.sources.http import check, httpx, parse, server_events
+    from minitui.sources.http import ANSWER, check, httpx, parse, server_events
 
     outcome = Outcome(time.perf_counter() - began)
     started = last = time.perf_counter()

@@ -11,6 +11,7 @@ from typing import Any
 
 from minitui.sampling import Sampling
 from minitui.sources.base import Stream
+from minitui.sources.routing import Opening
 
 LEAST_SPAN = 0.2  # share of the window of `rate`; with arrivals over a shorter time, the rate would be unreliable
 LONGEST_TITLE = 40
@@ -80,6 +81,13 @@ class Session:
     def state(self) -> str:
         """The state of the last message, or "idle" for an empty chat."""
         return self.messages[-1].state if self.messages else "idle"
+
+    @property
+    def opening(self) -> Opening:
+        """What routes this chat, if several servers can answer it."""
+        first = next((message.text for message in self.questions), "")
+        addresses = (m.metrics["replica"]["url"] for m in reversed(self.messages) if "replica" in m.metrics)
+        return Opening(self.system or first, next(addresses, ""))
 
     def rate(self, window: float = 1.0, now: float | None = None) -> float:
         """Returns tokens per second over the last `window` seconds; 0 until arrivals span LEAST_SPAN of the window."""

@@ -1,4 +1,14 @@
-"""HTTP for sources that use a server: one client per server, server-sent events, errors as sentences."""
+"""HTTP for sources that use a server: one client per server, server-sent events, errors as sentences.
+
+Servers are not trusted. The client limits how much it reads:
+
+    head     at most 100 KiB (h11's limit), and complete within the sum of the request's connect and read timeouts
+    body     at most MAX_BODY bytes and BODY_S seconds, or the request's own Bounds; never compressed
+    stream   unlimited (RECORDS) or at most MAX_ANSWER bytes (ANSWER); reading takes at most half of the event loop's
+             time
+
+If a server exceeds a limit, the client raises Excess, a transport error with the numbers in its message.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +19,24 @@ import json
 import ssl
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.errors import EngineDead, EngineError, InvalidRequest, not_installed
 from engine.files import json_parts
 from minitui.protocol import is_loopback
-from minitui.sources.bounds import BoundedClient, Excess, httpx
+from minitui.sources.base import Source, Stream
 
+try:
+    import httpx
+except ImportError as error:
+    raise EngineError(not_installed("talking to a server", error, "serve")) from error
+
+MAX_BODY = 8 << 20
+BODY_S = 60.0
+MAX_ANSWER = 256 << 20  # a token takes about 300 bytes
+BRIEF_S = 0.002  # if a piece takes longer to handle, other work of the event loop then gets the same time
 CONNECT_S = 5.0
 CLOSE_S = 1.0  # the longest time to wait for connections to close
 SILENCE_S = 35.0  # the read timeout; a minitui server sends events or comments at shorter intervals
@@ -29,22 +49,89 @@ MAX_MESSAGE = 2_000  # characters of a server's error message
 LOST = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError, httpx.ReadTimeout)
 
 
-class AnswerLimit:
-    """Counts the pieces and characters of one answer, and enforces their limits."""
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of a body in bytes and seconds; None: no limit."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._pieces = self._characters = 0
+    size: int | None = MAX_BODY
+    seconds: float | None = BODY_S
 
-    def add(self, text: str) -> None:
-        """Count one piece. Raises EngineError when the answer is too large."""
-        self._pieces += 1
-        self._characters += len(text)
-        if self._pieces > MAX_PIECES or self._characters > MAX_CHARACTERS:
-            raise EngineError(
-                f"{self._url} sent {self._characters:,} characters in {self._pieces:,} pieces as one answer; the "
-                f"limits are {MAX_CHARACTERS:,} characters and {MAX_PIECES:,} pieces"
-            )
+    def extension(self) -> dict[str, Any]:
+        """Returns these bounds as the `extensions` of a request."""
+        return {"bounds": self}
+
+
+LARGE = Bounds(64 << 20, 300.0)  # a tokenizer, or the state of a large pool
+ANSWER = Bounds(MAX_ANSWER, None)
+RECORDS = Bounds(None, None)  # a record stream does not end
+
+
+class Excess(httpx.ReadError):
+    """A server sent too much, too slowly, or compressed data."""
+
+
+class BoundedClient(httpx.AsyncClient):
+    """httpx.AsyncClient with the limits that the module's docstring lists."""
+
+    async def send(self, request: httpx.Request, *, stream: bool = False, **options: Any) -> httpx.Response:
+        """Send as httpx.AsyncClient.send does. Raises Excess if the server exceeds a limit."""
+        request.headers["Accept-Encoding"] = "identity"
+        timeouts = request.extensions.get("timeout", {})
+        read_s = timeouts.get("read")
+        try:
+            async with asyncio.timeout(None if read_s is None else read_s + (timeouts.get("connect") or 0.0)):
+                response = await super().send(request, stream=True, **options)
+        except TimeoutError as error:
+            raise Excess(f"{request.url} sent no complete head within {read_s:g} s", request=request) from error
+        try:
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding != "identity":
+                raise Excess(
+                    f"{request.url} compressed its answer ({encoding[:40]}), but minitui asked for uncompressed data",
+                    request=request,
+                )
+            failed = response.status_code >= 400
+            bounds = Bounds() if failed else request.extensions.get("bounds", Bounds())
+            assert isinstance(response.stream, httpx.AsyncByteStream)
+            response.stream = _Bounded(response.stream, request, bounds)
+            if not stream:
+                await response.aread()
+        except BaseException:
+            await response.aclose()
+            raise
+        return response
+
+
+async def give_turn(began: float) -> None:
+    """Let the event loop do other work for as long as the caller has worked since `began`, as time.monotonic()."""
+    spent = time.monotonic() - began
+    await asyncio.sleep(spent if spent > BRIEF_S else 0.0)  # so a flood of data takes at most half of the time
+
+
+class _Bounded(httpx.AsyncByteStream):
+    """A body whose iteration raises Excess when it exceeds its bounds."""
+
+    def __init__(self, inner: httpx.AsyncByteStream, request: httpx.Request, bounds: Bounds) -> None:
+        self._inner, self._request, self._bounds = inner, request, bounds
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size, seconds = self._bounds.size, self._bounds.seconds
+        read, began = 0, time.monotonic()
+        async for piece in self._inner:
+            read += len(piece)
+            if size is not None and read > size:
+                raise self._excess(f"more than {size >> 20} MiB")
+            if seconds is not None and time.monotonic() - began > seconds:
+                raise self._excess(f"only {read:,} bytes in {seconds:g} s")
+            handed_out = time.monotonic()
+            yield piece
+            await give_turn(handed_out)
+
+    def _excess(self, what: str) -> Excess:
+        return Excess(f"{self._request.url} sent {what}", request=self._request)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
 
 
 class Overloaded(InvalidRequest):
@@ -221,3 +308,63 @@ def parse(data: str) -> dict[str, Any]:
         message, _, code = error
         raise EngineDead(message) if code in ("engine_dead", "stopping") else EngineError(message)
     return value
+
+
+class ServerStream(Stream):
+    """An answer that a server writes as server-sent events. Subclasses take the data of each event in `_event`."""
+
+    unlike = "does not answer like an OpenAI-compatible server ({}): is the address right?"
+
+    def __init__(
+        self, source: Source, http: httpx.AsyncClient, url: str, path: str, body: dict[str, Any],
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._url = url
+        self._pieces = self._characters = 0
+        self._ended_here = False  # the reader ended the request by closing the connection
+        self._task = source.keep(self._read(http, path, body, headers or {}))
+
+    async def _read(self, http: httpx.AsyncClient, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
+        try:
+            async with http.stream("POST", path, json=body, headers=headers, extensions=ANSWER.extension()) as response:
+                await check(response)
+                self._opened()
+                async for _, data in server_events(response):
+                    if self._event(data):
+                        break
+            await self._complete()
+        except EngineError as error:
+            self.put(error)
+        except (httpx.HTTPError, OSError) as error:
+            self.put(unreachable(self._url, error))
+        except (LookupError, TypeError, AttributeError, ValueError) as error:  # unexpected JSON
+            self.put(EngineError(f"{self._url} {self.unlike.format(error)}"))
+        except asyncio.CancelledError:
+            if not self._ended_here:
+                self.put(EngineDead(f"the connection to {self._url} was closed"))
+                raise
+            self._cancelled()
+
+    def _opened(self) -> None:
+        """The server has accepted the request."""
+
+    def _event(self, data: str) -> bool:
+        """Take the data of an event; returns True if it is the last one."""
+        raise NotImplementedError
+
+    async def _complete(self) -> None:
+        """All events have been taken. Raises EngineDead if the answer is not complete."""
+
+    def _cancelled(self) -> None:
+        """The answer was cancelled here."""
+
+    def _count(self, text: str) -> None:
+        """Count a piece of the answer. Raises EngineError when the answer is too large."""
+        self._pieces += 1
+        self._characters += len(text)
+        if self._pieces > MAX_PIECES or self._characters > MAX_CHARACTERS:
+            raise EngineError(
+                f"{self._url} sent {self._characters:,} characters in {self._pieces:,} pieces as one answer; the "
+                f"limits are {MAX_CHARACTERS:,} characters and {MAX_PIECES:,} pieces"
+            )

@@ -6,7 +6,6 @@ token ids, as with other sources. The server has no records, no snapshot and no 
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 import uuid
@@ -19,10 +18,9 @@ from engine.parameters import OPEN_SERVERS
 from engine.params import PARAMETERS, SamplingParams
 from engine.text.output import Delta
 from engine.trace.records import Record
-from minitui.sources.base import Progress, Source, Stream
-from minitui.sources.bounds import ANSWER
+from minitui.sources.base import Progress, Source
 from minitui.sources.http import (
-    AnswerLimit,
+    ServerStream,
     check,
     close_client,
     httpx,
@@ -30,7 +28,6 @@ from minitui.sources.http import (
     normalise,
     open_client,
     parse,
-    server_events,
     unreachable,
 )
 from minitui.sources.remote_checks import count
@@ -85,79 +82,50 @@ class TextCodec:
         return messages[:-1] if messages and ids[-1] < END else messages
 
 
-class CompletionStream(Stream):
-    """An answer that a server with OpenAI's endpoints is writing. Subclasses read the choices of its chunks."""
+class CompletionStream(ServerStream):
+    """An answer of one of OpenAI's endpoints. Subclasses read the choices of its chunks."""
 
     def __init__(
         self, source: Source, http: httpx.AsyncClient, url: str, path: str, body: dict[str, Any],
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__()
-        self._http, self._url = http, url
+        super().__init__(source, http, url, path, body, headers)
         self._began = time.perf_counter()
         self._first = self._last = 0.0  # when the first and the last piece arrived
-        self._pieces = 0
         self._usage: dict[str, Any] = {}
-        self._limit = AnswerLimit(url)
-        self._ended_here = False  # `cancel` was called
-        self._task = source.keep(self._read(path, body, headers or {}))
+        self._reason = ""  # the finish reason
 
-    async def _read(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
-        reason, bounds = "", ANSWER.extension()
-        try:
-            async with self._http.stream("POST", path, json=body, headers=headers, extensions=bounds) as response:
-                await check(response)
-                self._opened()
-                async for _, data in server_events(response):
-                    if data == "[DONE]":
-                        break
-                    chunk = parse(data)
-                    usage = chunk.get("usage")
-                    self._usage = usage if isinstance(usage, dict) else self._usage
-                    for choice in chunk.get("choices") or ():
-                        self._take(choice)
-                        reason = str(choice.get("finish_reason") or reason)[:40]
-            if not reason:
-                raise EngineDead(f"{self._url} ended the answer without a finish reason")
-            await self._complete()
-            self._end(reason)
-        except EngineError as error:
-            self.put(error)
-        except (httpx.HTTPError, OSError) as error:
-            self.put(unreachable(self._url, error))
-        except (TypeError, AttributeError, ValueError) as error:  # unexpected JSON
-            self.put(EngineError(
-                f"{self._url} does not answer like an OpenAI-compatible server ({error}): is the address right?"
-            ))
-        except asyncio.CancelledError:
-            if not self._ended_here:
-                self.put(EngineDead(f"the connection to {self._url} was closed"))
-                raise
-            self._cancelled()
-            self._end("abort")
-
-    def _opened(self) -> None:
-        """The server has accepted the request."""
+    def _event(self, data: str) -> bool:
+        if data == "[DONE]":
+            return True
+        chunk = parse(data)
+        usage = chunk.get("usage")
+        self._usage = usage if isinstance(usage, dict) else self._usage
+        for choice in chunk.get("choices") or ():
+            self._take(choice)
+            self._reason = str(choice.get("finish_reason") or self._reason)[:40]
+        return False
 
     def _take(self, choice: dict[str, Any]) -> None:
         """Add what a chunk's choice holds to the stream."""
         raise NotImplementedError
 
     async def _complete(self) -> None:
-        """Wait for what arrives after the answer's last piece."""
+        if not self._reason:
+            raise EngineDead(f"{self._url} ended the answer without a finish reason")
+        self._end(self._reason)
 
     def _cancelled(self) -> None:
-        """The answer was cancelled here."""
+        self._end("abort")
 
     def _measured(self) -> dict[str, Any]:
         """Returns the metrics of the answer."""
         raise NotImplementedError
 
     def _add(self, text: str, ids: list[int]) -> None:
-        self._limit.add(text)
+        self._count(text)
         self._last = time.perf_counter()
         self._first = self._first or self._last
-        self._pieces += 1
         self.put(Delta(self.request_id or 0, text, ids))
 
     def _end(self, reason: str) -> None:
@@ -179,7 +147,9 @@ class OpenAIStream(CompletionStream):
     def _opened(self) -> None:
         self.accept(self._number)
 
-    _cancelled = _opened
+    def _cancelled(self) -> None:
+        self._opened()
+        super()._cancelled()
 
     def _take(self, choice: dict[str, Any]) -> None:
         """Add the text of a chunk to the stream. Reasoning is enclosed in think tags."""

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineDead
-from engine.params import SamplingParams
-from engine.process.heartbeat import Condition
 from engine.trace.records import Record
-from minitui.sources.base import Progress, Source, Stream
+from minitui.sources.base import Progress, Source
 from minitui.trace.recorder import LAST_RECORDS_S, Recording
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
 
 
+def _own(name: str) -> Any:
+    """Returns a property with the value that it has in the recorded source."""
+    return property(lambda self: getattr(self.source, name))
+
+
 class RecordingSource(Source):
-    """Wraps a source and records it. `info`, `error` and other attributes are read from the recorded source."""
+    """Wraps a source and records it. `info`, `error` and other attributes are those of the recorded source."""
+
+    submit, control, sent, cannot_use = map(_own, ("submit", "control", "sent", "cannot_use"))
+    ready, on_death, recorded = map(_own, ("ready", "on_death", "recorded"))
+    uncontrolled, condition, connection = map(_own, ("uncontrolled", "condition", "connection"))
+    missing, log_file = map(_own, ("missing", "log_file"))
 
     def __init__(self, source: Source, path: str | Path) -> None:
         # Source.__init__ is not called: __getattr__ must find its attributes in the recorded source.
         self.source = source
-        self.log_file = source.log_file
         self.recording = Recording(path)
 
     def __getattr__(self, name: str) -> Any:
@@ -57,21 +63,6 @@ class RecordingSource(Source):
         await self.source.close()
         self.recording.close()
 
-    async def ready(self) -> None:
-        await self.source.ready()
-
-    def on_death(self, callback: Callable[[str], None]) -> None:
-        self.source.on_death(callback)
-
-    def cannot_use(self, name: str) -> str:
-        return self.source.cannot_use(name)
-
-    def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> Stream:
-        return self.source.submit(ids, params, group)
-
-    async def control(self, verb: str, **arguments: Any) -> Any:
-        return await self.source.control(verb, **arguments)
-
     async def snapshot(self) -> dict[str, Any]:
         snapshot = await self.source.snapshot()
         if self.recording.waits_for_snapshot:
@@ -82,14 +73,6 @@ class RecordingSource(Source):
         records = self.source.drain_records()
         self.recording.feed(records)
         return records
-
-    @property
-    def condition(self) -> Condition:
-        return self.source.condition
-
-    @property
-    def connection(self) -> str:
-        return self.source.connection
 
     @property
     def recording_error(self) -> str:

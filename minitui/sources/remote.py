@@ -27,11 +27,12 @@ from engine.trace.kind import Record, seq_of
 from minitui.protocol import ServerInfo
 from minitui.settings import data_dir
 from minitui.sources import remote_checks
-from minitui.sources.base import Progress, Source, Stream
-from minitui.sources.bounds import ANSWER, LARGE, RECORDS
+from minitui.sources.base import Progress, Source
 from minitui.sources.http import (
     CONNECT_S,
-    AnswerLimit,
+    LARGE,
+    RECORDS,
+    ServerStream,
     check,
     close_client,
     httpx,
@@ -245,55 +246,36 @@ GIVE_UP_S = 60.0  # a server that cannot be reached for this long counts as dead
 LOADING_S = 600.0  # the longest wait for a server that loads its model
 
 
-class RemoteStream(Stream):
+class RemoteStream(ServerStream):
     """An answer that the server is writing."""
 
-    def __init__(self, source: RemoteSource, body: dict[str, Any]) -> None:
-        super().__init__()
-        self._source = source
-        self._tag = str(body["tag"])
-        self._cancelled = False
-        self._task = source.keep(self._read(body))
+    unlike = "does not answer like a minitui server of this version: {}"
 
-    async def _read(self, body: dict[str, Any]) -> None:
-        url = self._source.url
-        limit = AnswerLimit(url)
-        try:
-            async with self._source.http.stream(
-                "POST", "/minitui/submit", json=body, extensions=ANSWER.extension()
-            ) as response:
-                await check(response)
-                async for _, data in server_events(response):
-                    event = parse(data)
-                    if "request" in event:
-                        self.accept(*remote_checks.accepted(event))
-                        if self._cancelled:
-                            self.cancel()  # again: the first cancellation may have arrived before the request
-                        continue
-                    event = remote_checks.delta(event)
-                    limit.add(event["text"])
-                    delta = Delta(
-                        self.request_id or 0, event["text"], event["ids"], event["finish_reason"], event["metrics"]
-                    )
-                    self.put(delta)
-                    if delta.finish_reason:
-                        return
-            self.put(EngineDead(f"{url} ended the answer without a finish reason"))
-        except Refused as error:
-            self.put(EngineError(f"{url} does not answer like a minitui server of this version: {error}"))
-        except EngineError as error:
-            self.put(error)
-        except (httpx.HTTPError, OSError) as error:
-            self.put(unreachable(url, error))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:  # unexpected JSON
-            fault = f"{type(error).__name__}: {error}"
-            self.put(EngineError(f"{url} does not answer like a minitui server of this version ({fault})"))
-        except asyncio.CancelledError:
-            self.put(EngineDead(f"the connection to {url} was closed"))
-            raise
+    def __init__(self, source: RemoteSource, body: dict[str, Any]) -> None:
+        super().__init__(source, source.http, source.url, "/minitui/submit", body)
+        self._source, self._tag = source, str(body["tag"])
+        self._cancelling = self._finished = False
+
+    def _event(self, data: str) -> bool:
+        event = parse(data)
+        if "request" in event:
+            self.accept(*remote_checks.accepted(event))
+            if self._cancelling:
+                self.cancel()  # again: the first cancellation may have arrived before the request
+            return False
+        piece = remote_checks.delta(event)
+        self._count(piece["text"])
+        delta = Delta(self.request_id or 0, piece["text"], piece["ids"], piece["finish_reason"], piece["metrics"])
+        self._finished = bool(delta.finish_reason)
+        self.put(delta)
+        return self._finished
+
+    async def _complete(self) -> None:
+        if not self._finished:
+            raise EngineDead(f"{self._url} ended the answer without a finish reason")
 
     def cancel(self) -> None:
-        self._cancelled = True
+        self._cancelling = True
         if not self._task.done():
             self._source.spawn(self._source.post("/minitui/cancel", {"tag": self._tag}))
 

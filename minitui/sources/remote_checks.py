@@ -21,9 +21,7 @@ from engine.trace.kind import MOST, MOST_NUMBER, MOST_RECORDS, kind_of, named, p
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.protocol import TOKENIZER_FILES, ServerInfo
-from minitui.sources import remote_checks
-from minitui.sources.bounds import LARGE
-from minitui.sources.http import check, httpx, load_json, normalise, open_client, unreachable
+from minitui.sources.http import LARGE, check, httpx, load_json, normalise, open_client, unreachable
 from minitui.trace import check as trace_check
 from minitui.trace.check import Follower
 
@@ -31,7 +29,7 @@ MOST_REQUESTS = 1 << 16
 MOST_LOADS = 1 << 16  # expert loads (layers times experts) in a record; hundreds of these records are kept
 
 
-class Refused(EngineError):
+class Refused(ValueError):
     """The server sent data of an unexpected type, size or order. Such data is not shown."""
 
 
@@ -210,7 +208,7 @@ async def probe_async(url: str, key: str = "") -> ServerInfo | None:
 def read_info(url: str, text: bytes) -> ServerInfo:
     """Returns the checked answer of /minitui/info. Raises EngineError if it is not valid."""
     try:
-        return remote_checks.info(load_json(text))
+        return info(load_json(text))
     except Refused as error:
         raise EngineError(f"{url} is not a minitui server of this version: {error}") from error
 

@@ -17,29 +17,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 SLACK = 1.25  # times the mean number of requests
 FEW = 4  # requests
-
-
-class Turn(Protocol):
-    """A message of a chat; minitui.chat.conversation.Message is one."""
-
-    role: str
-    text: str
-    metrics: dict[str, Any]
-
-
-class Conversation(Protocol):
-    """A chat; minitui.chat.conversation.Session is one."""
-
-    system: str
-
-    @property
-    def messages(self) -> Sequence[Turn]: ...
 
 
 @dataclass(frozen=True)
@@ -48,13 +30,6 @@ class Opening:
 
     text: str = ""
     last: str = ""
-
-
-def opening_of(session: Conversation) -> Opening:
-    """Returns the data that route a chat."""
-    first = next((m.text for m in session.messages if m.role == "user"), "")
-    addresses = (m.metrics["replica"]["url"] for m in reversed(session.messages) if "replica" in m.metrics)
-    return Opening(session.system or first, next(addresses, ""))
 
 
 def rank(prefix: str, names: Iterable[str]) -> list[str]:

@@ -163,18 +163,21 @@ class VllmStream(CompletionStream, Reader):
             self._add(text, ids)
 
     async def _complete(self) -> None:
-        if self._vllm.records.following:
+        if self._reason and self._vllm.records.following:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_RECORDS_S):
                     await self._over.wait()
         self._give_up()
+        await super()._complete()
 
     def _give_up(self) -> None:
         """The records of this request are late or lost: the answer is shown without them."""
         if not self._decided.is_set():
             self.accept(UNKNOWN)
 
-    _cancelled = _give_up
+    def _cancelled(self) -> None:
+        self._give_up()
+        super()._cancelled()
 
     def _measured(self) -> dict[str, Any]:
         seconds = self._last - self._first

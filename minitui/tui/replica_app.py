@@ -15,7 +15,7 @@ from minitui.chat.model_choice import load_codec
 from minitui.sources.remote import RemoteSource
 from minitui.sources.replica import Replica
 from minitui.sources.replicas import ReplicaSource
-from minitui.sources.routing import Opening, opening_of
+from minitui.sources.routing import Opening
 from minitui.tui.app import MinituiApp
 from minitui.tui.commands import Commands
 from minitui.tui.openai_app import ForeignChatScreen, need_records
@@ -134,7 +134,7 @@ class ReplicaApp(MinituiApp):
 
     def _opening(self, group: str) -> Opening:
         session = next((s for s in self.chats.sessions if s.id == group), None)
-        return opening_of(session) if session is not None else Opening(group)
+        return session.opening if session is not None else Opening(group)
 
     def _elsewhere(self, session: Session) -> bool:
         """Returns True if a replica that the panels do not show is writing this chat's answer."""

@@ -23,8 +23,7 @@ from engine.hub.resolve import resolve_model
 from engine.text.tokenizer import Tokenizer
 from engine.trace.records import Record
 from minitui.sources.base import Progress
-from minitui.sources.bounds import give_turn
-from minitui.sources.http import httpx, load_json
+from minitui.sources.http import give_turn, httpx, load_json
 from minitui.sources.openai import OpenAISource
 from minitui.sources.vllm import ONLY_WATCHES
 from minitui.vllm.blocks import Inconsistent

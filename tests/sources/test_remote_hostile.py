@@ -128,8 +128,7 @@ async def test_a_body_or_head_beyond_its_bounds_is_a_sentence(
 
 
 async def test_a_body_that_drips_ends_at_its_time() -> None:
-    from minitui.sources.bounds import Bounds, Excess
-    from minitui.sources.http import open_client
+    from minitui.sources.http import Bounds, Excess, open_client
 
     drip = endless(HEAD + b"Content-Length: 1000000\r\n\r\n", b"x", every=0.01)
     async with hostile(get=drip) as url, open_client(url) as client:
@@ -172,8 +171,7 @@ async def test_an_answer_beyond_its_bounds_ends_with_a_sentence(
 
 
 async def test_comments_alone_are_no_answer() -> None:
-    from minitui.sources.bounds import RECORDS
-    from minitui.sources.http import open_client, server_events
+    from minitui.sources.http import RECORDS, open_client, server_events
 
     async with (
         hostile(get=endless(OK, chunk(b": wait\n\n"), every=0.01)) as url,

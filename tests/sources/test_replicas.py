@@ -89,13 +89,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def replicated(*servers: FakeServer, model: str = "") -> AsyncIterator[tuple[Any, Chats]]:
     """A source over these servers, and chats that are asked on it."""
     from minitui.sources.replicas import ReplicaSource
-    from minitui.sources.routing import opening_of
 
     source = ReplicaSource([server.url for server in servers], model=model, exact=False)
     await source.start(lambda progress: None)
     chats = Chats(source, sampling=Sampling(temperature=0.0))
     chats.use(source.codec)
-    source.opening = lambda group: opening_of(next(s for s in chats.sessions if s.id == group))
+    source.opening = lambda group: next(s for s in chats.sessions if s.id == group).opening
     try:
         yield source, chats
     finally:
