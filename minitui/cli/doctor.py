@@ -21,7 +21,6 @@ EXTRAS = {  # module -> (extra, purpose)
     "llvmlite": ("cpu", "compiled kernels for few tokens on a CPU; used if installed"),
     "fastapi": ("serve", "minitui serve, and minitui chat --connect"),
     "textual_serve": ("web", "minitui chat --web: chat in a browser"),
-    "fpdf": ("handout", "minitui lesson --handout FILE.pdf: the lessons for a class as PDF"),
     "llguidance": ("structured", "answers that follow a JSON schema, a regular expression or a list of choices"),
     "transformers": ("verify", "minitui verify: comparison with transformers, token for token"),
     "triton": ("", "kernels for NVIDIA GPUs, Ampere or newer; part of torch's CUDA builds"),

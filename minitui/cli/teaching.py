@@ -96,7 +96,7 @@ def lesson(
         ),
     ] = False,
     handout: Annotated[
-        Path | None, typer.Option(help="Write all lessons, or the given one, to a file: FILE.md or FILE.pdf.")
+        Path | None, typer.Option(help="Write all lessons, or the given one, to FILE.md, FILE.html or FILE.pdf.")
     ] = None,
 ) -> None:
     """Read a lesson and run its experiments on the bundled model.

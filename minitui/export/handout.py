@@ -15,7 +15,8 @@ from engine.errors import EngineError
 from minitui import __version__
 from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import load_codec
-from minitui.export.handout_parts import COLUMNS, Part, Picture, to_markdown
+from minitui.export.handout_parts import COLUMNS, Part, Picture, to_html, to_markdown
+from minitui.export.png import NEEDED, find_browser, write_pdf
 from minitui.sources.base import Source
 from minitui.teaching.lessons.page import Lesson, Page, find_code, fresh, paragraphs
 from minitui.teaching.prediction import LETTERS
@@ -27,7 +28,7 @@ from minitui.visible import visible
 ROWS = 16  # of a picture; HEIGHTS has smaller ones
 OTHER = {"gpu": 22, "attention": 20, "timings": 10}  # higher, Timings has a list in place of the means per step
 WHOLE_LINE = 1 << 20  # a paragraph is one line: the reader's program wraps it
-SUFFIXES = (".md", ".pdf")
+SUFFIXES = (".md", ".html", ".pdf")
 
 
 @dataclass
@@ -45,11 +46,11 @@ class Handout:
 def check_file(path: Path) -> None:
     """Raises EngineError if a handout cannot be written to this file."""
     if path.suffix.lower() not in SUFFIXES:
-        raise EngineError(f"--handout {path}: the name of the file must end with {' or '.join(SUFFIXES)}")
+        raise EngineError(f"--handout {path}: the name of the file must end with {', '.join(SUFFIXES[:2])} or .pdf")
     if not path.parent.is_dir():
         raise EngineError(f"--handout {path}: there is no directory {path.parent}")
-    if path.suffix.lower() == ".pdf":
-        import minitui.export.handout_pdf  # noqa: F401  (raises EngineError if the extra is not installed)
+    if path.suffix.lower() == ".pdf" and find_browser() is None:
+        raise EngineError(f"--handout {path}: PDF {NEEDED} name a file that ends with .html")
 
 
 async def write_handout(
@@ -81,15 +82,11 @@ async def write_handout(
             assert stage.chats.codec is not None
             stage.view.texts.ids_to_text = stage.chats.codec.decode
             await _add_lesson(handout, lesson, stage)
-    content: str | bytes
     if path.suffix.lower() == ".pdf":
-        from minitui.export.handout_pdf import to_pdf
-
-        content = to_pdf(handout.parts)
-    else:
-        content = to_markdown(handout.parts)
+        write_pdf(to_html(handout.parts), path)
+        return
     try:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        path.write_text((to_html if path.suffix.lower() == ".html" else to_markdown)(handout.parts), encoding="utf-8")
     except OSError as error:
         raise EngineError(f"{path} cannot be written: {error.strerror}; name another file") from None
 

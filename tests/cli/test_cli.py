@@ -270,7 +270,6 @@ def test_doctor_says_what_runs_here_and_what_to_install():
     ("uvicorn", "serve", "import minitui.server.command"),
     ("httpx", "serve", "import minitui.sources.http"),
     ("textual_serve", "web,serve", "from minitui.web.serve import *; run_web(WebSettings(port=0))"),
-    ("fpdf", "handout", "import minitui.export.handout_pdf"),
     ("transformers", "verify", "from minitui.cli.verify import run_verify; run_verify('')"),
 ])
 def test_a_missing_extra_is_one_sentence_with_the_command_that_installs_it(package, extra, use):

@@ -1,25 +1,24 @@
-"""The lessons as one file for a class: Markdown, and PDF with pictures."""
+"""The lessons as one file for a class: Markdown, a page, and PDF."""
 
 from __future__ import annotations
 
 import re
-import zlib
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from xml.etree import ElementTree
 
 import pytest
 
 from engine.errors import EngineError
 from minitui.export.handout import _picture, check_file, write_handout
-from minitui.export.handout_parts import Part, Picture, to_markdown
+from minitui.export.handout_parts import Part, Picture, to_html, to_markdown
+from minitui.export.png import find_browser
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.stage import Stage
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
-from minitui.tui.glyphs import UNICODE, to_ascii
-from minitui.tui.widgets.rows import plain
+from minitui.tui.widgets.rows import Runs, plain
 from minitui.viewmodel.compare.runs import recorded_view
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.sampling import sampling
@@ -85,45 +84,25 @@ async def test_all_lessons_are_one_markdown_file_with_the_answers_at_the_end(tmp
     assert "1\\. 1 request" in results and "\x1b" not in text
 
 
-async def test_the_same_as_pdf(tmp_path: Path) -> None:
-    pytest.importorskip("fpdf", reason="the extra 'handout' is not installed")
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed")
+async def test_the_same_as_pdf_with_an_outline(tmp_path: Path) -> None:
     path = tmp_path / "class.pdf"
     await written(path)
-    assert path.read_bytes().startswith(b"%PDF-") and path.read_bytes().rstrip().endswith(b"%%EOF")
+    pdf = path.read_bytes()
+    assert pdf.startswith(b"%PDF-") and b"/Outlines" in pdf and b"/FontFile2" in pdf
+    assert len(re.findall(rb"/Type /Page\b", pdf)) >= 2, "the answers begin on a page of their own"
 
 
-def test_a_picture_in_a_pdf_has_its_cells_and_characters() -> None:
-    fpdf = pytest.importorskip("fpdf", reason="the extra 'handout' is not installed")
-    from minitui.export.handout_pdf import to_pdf
-
-    rows = [(("█░", "decode"), ("漢 x", "bold ink on cached-chip"))]
-    parts = [Part("h1", "Title"), Part("text", "“漢”…"), Part("picture", picture=Picture("Pool", rows, []))]
-    fpdf.FPDF.set_compression = lambda self, compress: None
-    pdf = to_pdf(parts * 40)
-    assert pdf.count(b"/Type /Page\n") >= 2
-
-
-def test_a_pdf_draws_every_sign_and_names_no_character_that_a_font_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("fpdf", reason="the extra 'handout' is not installed")
-    from minitui.export import handout_pdf
-
-    signs = {c for glyph in fields(UNICODE) for c in getattr(UNICODE, glyph.name)}
-    assert {c for c in signs if ord(c) > 255 and c not in handout_pdf.DRAWN and not to_ascii(c).isascii()} == set()
-    rows = [[("".join(sorted(signs)), "decode")], [("漢", "ink")]]
-    parts = [Part("h2", "a😀"), Part("text", "漢 and ␊"), Part("picture", picture=Picture("Pool", rows, []))]
-    monkeypatch.setattr(handout_pdf, "find_font", lambda character: None)
-    text = fpdf_text(handout_pdf.to_pdf(parts))
-    assert "?" not in text and text.count("<U+6F22>") == 2 and "<U+1F600>" in text
-    monkeypatch.undo()
-    if handout_pdf.find_font("😀") is not None:
-        pdf = handout_pdf.to_pdf(parts)
-        assert b"/FontFile2" in pdf and "<U+1F600>" not in fpdf_text(pdf)
-
-
-def fpdf_text(pdf: bytes) -> str:
-    """The texts that a PDF shows in fonts with Latin-1."""
-    streams = [zlib.decompress(found) for found in re.findall(rb"stream\n(x.*?)\nendstream", pdf, re.S)]
-    return "\n".join(b"".join(re.findall(rb"\((.*?)\) Tj", stream)).decode("latin-1") for stream in streams)
+def test_a_page_keeps_the_columns_of_a_picture_and_lets_no_text_be_markup() -> None:
+    rows: list[Runs] = [(("█░", "decode"), ("漢 <b>", "bold ink on cached-chip"))]
+    page = to_html([
+        Part("h2", "a < b"), Part("item", "use `<think>`\x1b"), Part("picture", picture=Picture("Pool", rows, []))
+    ])
+    assert "<h2>a &lt; b</h2>" in page and "– use <code>&lt;think&gt;</code>␛" in page
+    places = re.findall(r"<text x='(\d+)' .*? textLength='(\d+)'", page)
+    assert places == [("0", "12"), ("12", "36")], "a wide character takes two cells"
+    assert re.findall(r"<rect x='(\d+)'", page) == ["12"] and "font-weight='bold'>漢 &lt;b&gt;</text>" in page
+    ElementTree.fromstring(re.findall("<svg.*</svg>", page)[0])
 
 
 def test_markdown_keeps_what_is_quoted_and_escapes_the_rest() -> None:
@@ -134,7 +113,7 @@ def test_markdown_keeps_what_is_quoted_and_escapes_the_rest() -> None:
 
 
 def test_a_file_that_cannot_be_written_is_told_before_the_experiments(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"must end with \.md or \.pdf"):
+    with pytest.raises(EngineError, match=r"must end with \.md, \.html or \.pdf"):
         check_file(tmp_path / "class.docx")
     with pytest.raises(EngineError, match="there is no directory"):
         check_file(tmp_path / "none" / "class.md")
