@@ -6,7 +6,7 @@ its measured time.
 
     requests   for each request: spans for waiting, the chunks of its prompt and decoding, and marks for decisions
     host       the parts of each step, in order of execution, and the pauses of the host
-    device     the steps on the device, if their times are known; "perhaps": see viewmodel/history/device_spans.py
+    device     the steps on the device, if their times are known; "perhaps": see Timeline.device there
     counters   blocks by state, running and waiting requests
 """
 

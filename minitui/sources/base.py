@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 
 
 class Source(ABC):
-    """An engine, or a recording of one, that the application shows.
-
-    Every source implements the abstract methods. The other methods have defaults, for sources that do not support them.
-    """
+    """An engine, or a recording of one, that the application shows. Every source implements the abstract methods. The
+    other methods have defaults, for sources that do not support them."""
 
     log_file: Path | None = None  # the log of an engine process on this machine
     missing = "the engine is starting"  # why there is no state yet, as a sentence
@@ -114,9 +112,7 @@ class Source(ABC):
 
     def sent(self, params: SamplingParams, always: Collection[str] = (), server: str = "") -> dict[str, Any]:
         """Returns the fields of a request to a server: the parameters that differ from their defaults, and `always`.
-
-        `server`: its kind, if it may have other names. Raises InvalidRequest if this source refuses a parameter.
-        """
+        `server`: its kind, if it may have other names. Raises InvalidRequest if this source refuses a parameter."""
         body = {}
         for name, parameter in PARAMETERS.items():
             value = getattr(params, name)
@@ -128,10 +124,8 @@ class Source(ABC):
 
     @abstractmethod
     async def control(self, verb: str, **arguments: Any) -> Any:
-        """Control the engine: pause | resume | step (n) | run_until (predicate) | pace (factor) | clear_cache.
-
-        Raises InvalidRequest if this source does not support the verb.
-        """
+        """Control the engine: pause | resume | step (n) | run_until (predicate) | pace (factor) | clear_cache. Raises
+        InvalidRequest if this source does not support the verb."""
 
     @property
     def uncontrolled(self) -> str:

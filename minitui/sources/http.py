@@ -160,10 +160,8 @@ def _tls_context(https: bool) -> ssl.SSLContext:
 
 
 def open_client(url: str, key: str = "", client: str = "") -> httpx.AsyncClient:
-    """Returns a client for one server, bound to the running event loop.
-
-    `client`: an id by which a minitui server recognises the client that paused the engine.
-    """
+    """Returns a client for one server, bound to the running event loop. `client`: an id by which a minitui server
+    recognises the client that paused the engine."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     if client:
         headers["X-Minitui-Client"] = client
@@ -184,9 +182,7 @@ async def close_client(client: httpx.AsyncClient) -> None:
 
 async def check(response: httpx.Response) -> httpx.Response:
     """Returns the response if it is successful. Else raises an error with the server's own message, if there is one.
-
-    503: EngineDead; 429: Overloaded; 400, 404, 413 and 422: InvalidRequest; other statuses: EngineError.
-    """
+    503: EngineDead; 429: Overloaded; 400, 404, 413 and 422: InvalidRequest; other statuses: EngineError."""
     if response.status_code < 400:
         return response
     body = await response.aread()
@@ -205,11 +201,9 @@ async def check(response: httpx.Response) -> httpx.Response:
 
 
 def error_in(value: Any) -> tuple[str, str | None, str] | None:
-    """Returns the message, the field and the code of an error in JSON, or None if `value` is not an error.
-
-    The forms: {"error": {"message", "param", "code"}} (OpenAI, vLLM, SGLang), {"object": "error", "message", …} (older
-    vLLM, SGLang), {"error": "message"} (llama.cpp, Ollama), {"detail": "message"} or a list of them (FastAPI).
-    """
+    """Returns the message, the field and the code of an error in JSON, or None if `value` is not an error. The forms:
+    {"error": {"message", "param", "code"}} (OpenAI, vLLM, SGLang), {"object": "error", "message", …} (older vLLM,
+    SGLang), {"error": "message"} (llama.cpp, Ollama), {"detail": "message"} or a list of them (FastAPI)."""
     if not isinstance(value, dict):
         return None
     error: Any = value.get("error") or (value if value.get("object") == "error" else value.get("detail"))

@@ -68,24 +68,20 @@ class LocalSource(Source):
         return self._client.condition if self._client is not None else Condition()
 
     @property
-    def _loaded(self) -> EngineClient:
+    def client(self) -> EngineClient:
+        """The client of the engine process. Raises EngineDead while the engine loads."""
         if self._client is None or not self.info:
             raise EngineDead("the engine is still loading")
         return self._client
 
-    @property
-    def client(self) -> EngineClient:
-        """The client of the engine process. Raises EngineDead while the engine loads."""
-        return self._loaded
-
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> Stream:
-        return self._loaded.submit(ids, params, group=group)
+        return self.client.submit(ids, params, group=group)
 
     async def control(self, verb: str, **arguments: Any) -> Any:
-        return await self._loaded.control(verb, **arguments)
+        return await self.client.control(verb, **arguments)
 
     async def snapshot(self) -> dict[str, Any]:
-        return await self._loaded.snapshot()
+        return await self.client.snapshot()
 
     def drain_records(self) -> list[Record]:
         return self._client.drain_records() if self._client is not None else []

@@ -40,10 +40,8 @@ END = len(ROLES)
 
 
 class TextCodec:
-    """Encodes each text as one id. The roles and the end of a message have control ids.
-
-    `spelling` is unique to this codec: no other codec knows its ids, so a chat from another codec is encoded again.
-    """
+    """Encodes each text as one id. The roles and the end of a message have control ids. `spelling` is unique to this
+    codec: no other codec knows its ids, so a chat from another codec is encoded again."""
 
     special_ids = frozenset(range(END + 1))
 
@@ -167,10 +165,8 @@ class OpenAIStream(CompletionStream):
             self._add(text, [self._codec.intern(text)])
 
     def _measured(self) -> dict[str, Any]:
-        """Returns metrics from the server's usage and this client's clock; unknown values are None.
-
-        If the server sends no usage, each piece counts as one token.
-        """
+        """Returns metrics from the server's usage and this client's clock; unknown values are None. If the server sends
+        no usage, each piece counts as one token."""
         tokens = count(self._usage.get("completion_tokens")) or self._pieces
         seconds = self._last - self._first
         details = self._usage.get("prompt_tokens_details")
@@ -189,10 +185,8 @@ class OpenAISource(Source):
     missing = "connecting to the server"
 
     def __init__(self, url: str, key: str = "", model: str = "", codec: TextCodec | None = None) -> None:
-        """`model`: the model to use; by default the first in the server's list.
-
-        `codec`: a codec shared with other sources, so that their chats can continue here.
-        """
+        """`model`: the model to use; by default the first in the server's list. `codec`: a codec shared with other
+        sources, so that their chats can continue here."""
         super().__init__()
         self.url = normalise(url)
         self.codec = codec or TextCodec()
@@ -218,10 +212,8 @@ class OpenAISource(Source):
             self.keep(self.poller.run())
 
     async def list_models(self) -> list[str]:
-        """Returns the names of the server's models. Raises EngineError with a sentence for the user.
-
-        If the user named a model, the result may be empty: some servers do not list their models.
-        """
+        """Returns the names of the server's models. Raises EngineError with a sentence for the user. If the user named
+        a model, the result may be empty: some servers do not list their models."""
         try:
             response = await self.http.get("/v1/models")
             if response.status_code in (401, 403) or (response.status_code in (429, 503) and not self._model):

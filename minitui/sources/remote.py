@@ -83,10 +83,8 @@ class RemoteRecords:
         return len(self._unchecked) + len(self._checked)
 
     async def follow(self) -> None:
-        """Follow the stream; returns when it begins.
-
-        Raises EngineDead if the stream does not begin within CONNECTED_S; the task that follows it keeps trying.
-        """
+        """Follow the stream; returns when it begins. Raises EngineDead if the stream does not begin within CONNECTED_S;
+        the task that follows it keeps trying."""
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
         try:
@@ -96,7 +94,7 @@ class RemoteRecords:
             raise EngineDead(f"{self._url} does not stream its records: {self.connection}") from None
 
     async def stop(self) -> None:
-        """Stop following. The server then opens a gate that this client had closed."""
+        """Stop following. If this client had closed the gate, the server opens it."""
         following, self._following = self._following, None
         if following is not None:
             following.cancel()
@@ -175,11 +173,9 @@ class RemoteRecords:
         self._connected.set()
 
     def drain(self) -> list[Record]:
-        """Returns the records since the last call, at most about AT_ONCE of them.
-
-        Returns none before the first snapshot and while a snapshot is being requested. After a gap, returns the first
-        record after the gap, and then none until the next snapshot.
-        """
+        """Returns the records since the last call, at most about AT_ONCE of them. Returns none before the first
+        snapshot and while a snapshot is being requested. After a gap, returns the first record after the gap, and then
+        none until the next snapshot."""
         if self._snapshots:
             return []
         self._check()
@@ -288,10 +284,8 @@ class RemoteSource(Source):
     def __init__(
         self, url: str, key: str = "", cache: Path | None = None, give_up_s: float = GIVE_UP_S, watching: bool = True
     ) -> None:
-        """`cache`: the directory for servers' tokenizers. `watching`: `start` also calls `watch`.
-
-        Raises InvalidRequest if `url` is not an address.
-        """
+        """`cache`: the directory for servers' tokenizers. `watching`: `start` also follows the records. Raises
+        InvalidRequest if `url` is not an address."""
         super().__init__()
         self.url = normalise(url)
         self.http = open_client(self.url, key, client=uuid.uuid4().hex)
@@ -309,7 +303,7 @@ class RemoteSource(Source):
                 info = await self._load_info(on_progress)
                 directory = await load_tokenizer(self.http, self.url, info.tokenizer_files, self._cache)
                 if self._watching:
-                    await self.watch()
+                    await self.records.follow()
             except (httpx.HTTPError, OSError) as error:
                 raise unreachable(self.url, error) from error
             self.info = replace(info, model_dir=str(directory), log_file=f"on the server {self.url}")
@@ -334,20 +328,9 @@ class RemoteSource(Source):
         await close_client(self.http)
 
     async def _stop(self) -> None:
-        await asyncio.gather(self.unwatch(), super()._stop())
+        await asyncio.gather(self.records.stop(), super()._stop())
 
     # ---- records
-
-    async def watch(self) -> None:
-        """Follow the server's records; returns when the stream begins.
-
-        Raises EngineDead if the stream does not begin in time. A background task keeps trying even then.
-        """
-        await self.records.follow()
-
-    async def unwatch(self) -> None:
-        """Stop following the records. If this client had closed the gate, the server opens it."""
-        await self.records.stop()
 
     @property
     def connection(self) -> str:

@@ -166,17 +166,14 @@ METRICS: dict[str, Callable[[Any], bool]] = {
 
 def probe(url: str, key: str = "") -> ServerInfo | None:
     """Returns a server's /minitui/info; None if it is not a minitui server, an empty one if it is not ready yet (503).
-
-    Blocks: call it before the event loop runs. Raises EngineError if the server cannot be reached or refuses the key.
-    """
+    Blocks: call it before the event loop runs. Raises EngineError if the server cannot be reached or refuses the
+    key."""
     return asyncio.run(probe_async(normalise(url), key))
 
 
 def probe_all(urls: list[str], key: str = "") -> list[ServerInfo | EngineError | None]:
-    """Probe several servers at once; returns for each server the result of `probe` or the raised EngineError.
-
-    Raises InvalidRequest if one of `urls` is not an address.
-    """
+    """Probe several servers at once; returns for each server the result of `probe` or the raised EngineError. Raises
+    InvalidRequest if one of `urls` is not an address."""
     addresses = [normalise(url) for url in urls]
 
     async def ask(url: str) -> ServerInfo | EngineError | None:
@@ -214,10 +211,8 @@ def read_info(url: str, text: bytes) -> ServerInfo:
 
 
 async def load_tokenizer(http: httpx.AsyncClient, url: str, files: dict[str, str], cache: Path) -> Path:
-    """Returns the directory in `cache` with a server's tokenizer, after downloading the missing files.
-
-    `files`: the SHA-256 of each file by name, from /minitui/info.
-    """
+    """Returns the directory in `cache` with a server's tokenizer, after downloading the missing files. `files`: the
+    SHA-256 of each file by name, from /minitui/info."""
     if not set(files) <= set(TOKENIZER_FILES):
         unknown = sorted(set(files) - set(TOKENIZER_FILES))
         raise EngineError(f"{url} offers files that do not belong to a tokenizer: {', '.join(unknown)}")

@@ -69,10 +69,8 @@ class ReplaySource(Source):
         raise InvalidRequest("a recording cannot answer; `minitui chat` starts an engine")
 
     async def control(self, verb: str, **arguments: Any) -> Any:
-        """Do one of: pause | resume | step n= | run_until predicate= | pace factor= | speed factor= | seek step=.
-
-        The result of "seek" is that of `seek`.
-        """
+        """Do one of: pause | resume | step n= | run_until predicate= | pace factor= | speed factor= | seek step=. The
+        result of "seek" is that of `seek`."""
         if verb == "pause":
             self.set_paused(True)
         elif verb == "resume":
@@ -87,7 +85,7 @@ class ReplaySource(Source):
             self.set_paused(True)
             self._until = (predicate["event"], predicate.get("ms", 0.0))
         elif verb == "pace":
-            self.set_speed(_inverse(arguments["factor"]))
+            self.set_speed(1.0 / arguments["factor"] if arguments["factor"] else math.inf)
         elif verb == "speed":
             self.set_speed(arguments["factor"])
         elif verb == "seek":
@@ -186,11 +184,9 @@ class ReplaySource(Source):
         self.speed = speed
 
     def seek(self, step: int) -> bool:
-        """Move the playhead to the end of `step`. Returns True if the caller must take a new snapshot.
-
-        The snapshot is of an earlier step, because the panels need a history. The records from that step to `step` are
-        due at once. If only a few records are missing up to `step`, they are due at once, without a new snapshot.
-        """
+        """Move the playhead to the end of `step`. Returns True if the caller must take a new snapshot. The snapshot is
+        of an earlier step, because the panels need a history. The records from that step to `step` are due at once. If
+        only a few records are missing up to `step`, they are due at once, without a new snapshot."""
         trace = self.trace
         step = max(trace.step_before, min(step, trace.last_step))
         target = trace.locate(step)
@@ -282,7 +278,3 @@ class ReplaySource(Source):
                 self.cause = cause
         if ended and self._allowed > 0:
             self._allowed -= 1
-
-
-def _inverse(factor: float) -> float:
-    return 1.0 / factor if factor else math.inf

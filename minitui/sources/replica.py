@@ -29,19 +29,15 @@ def no_progress(progress: dict[str, Any]) -> None:
 
 
 class Replica:
-    """One server.
-
-    `source` answers requests, `telemetry` has the records of a minitui server or of a recorded vLLM, `poller` reads the
-    server's metrics. They are None until the first connection. `telemetry` stays None if nothing records the server.
-    """
+    """One server. `source` answers requests, `telemetry` has the records of a minitui server or of a recorded vLLM,
+    `poller` reads the server's metrics. They are None until the first connection. `telemetry` stays None if nothing
+    records the server."""
 
     def __init__(
         self, number: int, server: str | Engine, key: str, model: str, codec: TextCodec | None, cache: Path | None
     ) -> None:
-        """`server`: its address, or one engine of vLLM.
-
-        `codec`: the codec of chats that are sent as messages; None if chats are sent as token ids.
-        """
+        """`server`: its address, or one engine of vLLM. `codec`: the codec of chats that are sent as messages; None if
+        chats are sent as token ids."""
         self._engine = server if isinstance(server, Engine) else None
         self.number, self.url = number, server.telemetry if isinstance(server, Engine) else normalise(server)
         self.name = server.name if isinstance(server, Engine) else urlsplit(self.url).netloc
@@ -143,7 +139,9 @@ class Replica:
             raise EngineDead(LOADING)
         if info is not None:
             info = replace(info, began="", recording_us=None)  # these change while the same server runs
-        if self.source is not None and info == self._info and await self._same_models():
+        source = self.source
+        same = source is not None and info == self._info
+        if same and (not isinstance(source, OpenAISource) or await source.list_models() == source.models):
             return
         await self.disconnect()
         self.kind = "vllm" if engine is not None else "openai" if info is None else "minitui"
@@ -181,10 +179,6 @@ class Replica:
         if self.poller is not None:
             self.source = self.telemetry
             self._polling = asyncio.create_task(self.poller.run())
-
-    async def _same_models(self) -> bool:
-        source = self.source
-        return not isinstance(source, OpenAISource) or await source.list_models() == source.models
 
     async def disconnect(self) -> None:
         """Close the sources."""

@@ -53,11 +53,8 @@ class ReplicaStream(Stream):
         self.replica.streams[self] = self._request[2]
 
     def _move_on(self, error: EngineError) -> None:
-        """Ask the next replica.
-
-        Raises EngineDead if there is none, if the request was cancelled, or if two replicas were lost after they had
-        accepted it.
-        """
+        """Ask the next replica. Raises EngineDead if there is none, if the request was cancelled, or if two replicas
+        were lost after they had accepted it."""
         replica = self.replica
         replica.streams.pop(self, None)
         self._tried[replica.url] = str(error)
@@ -102,8 +99,10 @@ class ReplicaStream(Stream):
                     async for delta in self._inner:
                         begun = begun or bool(delta.text or delta.ids)
                         if delta.finish_reason:
-                            self.finish_reason = delta.finish_reason
-                            delta.metrics = {**(delta.metrics or {}), "replica": self._describe_replica()}
+                            self.finish_reason, by = delta.finish_reason, self.replica
+                            passed = [each.number for each in self._source.replicas if each.url in self._tried]
+                            told = {"number": by.number, "name": by.name, "url": by.url, "passed": passed}
+                            delta.metrics = {**(delta.metrics or {}), "replica": told}
                         yield delta
                 except (EngineDead, Overloaded) as error:
                     if begun:
@@ -116,12 +115,6 @@ class ReplicaStream(Stream):
         finally:
             self.replica.streams.pop(self, None)
 
-    def _describe_replica(self) -> dict[str, Any]:
-        """Returns the answering replica, for the metrics; `passed`: the numbers of the replicas that did not answer."""
-        answered = self.replica
-        passed = [replica.number for replica in self._source.replicas if replica.url in self._tried]
-        return {"number": answered.number, "name": answered.name, "url": answered.url, "passed": passed}
-
     def cancel(self) -> None:
         self._cancelled = True
         self._inner.cancel()
@@ -131,10 +124,8 @@ UNDECIDED = "the model of the chats is not known yet: earlier replicas in the li
 
 
 class ReplicaSource(Source):
-    """Several servers. `pins`: chat id -> address of the replica that the chat is pinned to.
-
-    `shown`: the replica in the panels.
-    """
+    """Several servers. `pins`: chat id -> address of the replica that the chat is pinned to. `shown`: the replica in
+    the panels."""
 
     missing = "connecting to the servers"
 
@@ -143,10 +134,8 @@ class ReplicaSource(Source):
         cache: Path | None = None,
     ) -> None:
         """`servers`: addresses, or engines of vLLM. `model`: the chats' model; empty: that of the first usable replica.
-
         `key`: the API key of all servers. Raises InvalidRequest if one of `servers` is not an address, or if there are
-        fewer than two of them.
-        """
+        fewer than two of them."""
         super().__init__()
         different = list(dict.fromkeys(s if isinstance(s, Engine) else normalise(s) for s in servers))
         if len(different) < 2:
@@ -187,10 +176,8 @@ class ReplicaSource(Source):
         return [replica for replica in self.replicas if not self.reason_against(replica)]
 
     def find(self, text: str) -> Replica:
-        """Returns the replica whose number or port is `text`, or whose address contains `text`.
-
-        Raises InvalidRequest unless exactly one replica matches.
-        """
+        """Returns the replica whose number or port is `text`, or whose address contains `text`. Raises InvalidRequest
+        unless exactly one replica matches."""
         fits = [r for r in self.replicas if text == str(r.number)]
         if not fits:
             fits = [r for r in self.replicas if (r.url.endswith(f":{text}") if text.isdigit() else text in r.url)]
@@ -201,10 +188,8 @@ class ReplicaSource(Source):
         raise InvalidRequest(f"{text!r} matches {count} of the replicas: {known}", "replica")
 
     def place(self, group: str, tried: dict[str, str] | None = None) -> Replica:
-        """Returns the replica for a chat's next answer. Raises EngineDead if no replica can answer.
-
-        `tried`: the addresses that failed for this answer, each with the reason.
-        """
+        """Returns the replica for a chat's next answer. Raises EngineDead if no replica can answer. `tried`: the
+        addresses that failed for this answer, each with the reason."""
         against = {r.url: (tried or {}).get(r.url) or self.reason_against(r) for r in self.replicas}
         by_url = {r.url: r for r in self.replicas}
         pinned = by_url.get(self.pins.get(group, ""))
@@ -238,11 +223,9 @@ class ReplicaSource(Source):
         return next((each for each in self.replicas if group in each.streams.values()), None)
 
     def current(self, group: str) -> Replica | None:
-        """Returns the replica that is writing the chat's answer.
-
-        If no replica is writing, returns the replica to which the chat is pinned, or else the replica of its last
-        answer. If that replica cannot answer now, returns the replica for the chat's next answer.
-        """
+        """Returns the replica that is writing the chat's answer. If no replica is writing, returns the replica to which
+        the chat is pinned, or else the replica of its last answer. If that replica cannot answer now, returns the
+        replica for the chat's next answer."""
         writing = self.writer(group)
         if writing is not None or not self.info:  # without info, no replica has answered yet
             return writing
@@ -278,10 +261,8 @@ class ReplicaSource(Source):
                 raise
 
     async def _first_usable(self, on_progress: Progress) -> Replica:
-        """Returns the first usable replica in the order of the list. Raises EngineDead if there is none.
-
-        Each replica gets PATIENCE_S for its first answer, so the choice does not depend on the order of the answers.
-        """
+        """Returns the first usable replica in the order of the list. Raises EngineDead if there is none. Each replica
+        gets PATIENCE_S for its first answer, so the choice does not depend on the order of the answers."""
         began = time.monotonic()
         while True:
             waited = time.monotonic() - began
@@ -338,9 +319,9 @@ class ReplicaSource(Source):
             raise EngineError(f"{replica.title} does not publish the records of its engine: {why}")
         for other in self.replicas:
             if other is not replica and other.telemetry is not None:
-                await other.telemetry.unwatch()
+                await other.telemetry.records.stop()
         self.shown = replica
-        await replica.telemetry.watch()
+        await replica.telemetry.records.follow()
 
     @property
     def _telemetry(self) -> RemoteSource | None:

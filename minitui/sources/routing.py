@@ -48,10 +48,8 @@ def capacity(loads: Iterable[float]) -> int:
 
 
 def order(prefix: str, loads: Mapping[str, float], last: str = "") -> list[str]:
-    """Returns the usable replicas in the order in which they should be asked.
-
-    `loads`: the current requests of each replica. `last`: the replica that wrote this chat's last answer, if known.
-    """
+    """Returns the usable replicas in the order in which they should be asked. `loads`: the current requests of each
+    replica. `last`: the replica that wrote this chat's last answer, if known."""
     ranked = rank(prefix, loads)
     ranked.sort(key=lambda name: name != last)  # the sort is stable: the others keep their order
     most = capacity(loads.values())

@@ -86,10 +86,8 @@ _LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def read_samples(text: str, engine: int | None = None) -> dict[str, list[float]]:
-    """Returns the values of each name in WANTED, one for each engine. Lines that cannot be read are skipped.
-
-    `engine`: only this data parallel rank of vLLM; None: all of them.
-    """
+    """Returns the values of each name in WANTED, one for each engine. Lines that cannot be read are skipped. `engine`:
+    only this data parallel rank of vLLM; None: all of them."""
     samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for line in text.splitlines():
         found = _SAMPLE.match(line)
@@ -114,10 +112,8 @@ def read_samples(text: str, engine: int | None = None) -> dict[str, list[float]]
 def read_page(
     text: str, before: ServerMetrics | None = None, seconds: float = 0.0, engine: int | None = None
 ) -> ServerMetrics:
-    """Returns the metrics of a Prometheus page. `engine`: see `read_samples`.
-
-    If the page lacks tokens_per_s, the rate is computed from `before`, the metrics of `seconds` earlier.
-    """
+    """Returns the metrics of a Prometheus page. `engine`: see `read_samples`. If the page lacks tokens_per_s, the rate
+    is computed from `before`, the metrics of `seconds` earlier."""
     samples = read_samples(text, engine)
     metrics = ServerMetrics()
     for field, names in NAMES.items():
@@ -154,10 +150,8 @@ class MetricsPoller:
     """Polls one server. `metrics`: the last page's values; `trouble`: why the server is unusable; empty if usable."""
 
     def __init__(self, http: httpx.AsyncClient, ready: str = "", engine: int | None = None) -> None:
-        """`ready`: a path that answers 503 while the server takes no requests; empty: there is no such path.
-
-        `engine`: read the values of this data parallel rank of vLLM; None: of the whole server.
-        """
+        """`ready`: a path that answers 503 while the server takes no requests; empty: there is no such path. `engine`:
+        read the values of this data parallel rank of vLLM; None: of the whole server."""
         self.metrics = ServerMetrics()
         self.history: deque[ServerMetrics] = deque(maxlen=KEPT)  # one for each poll
         self.trouble = ""

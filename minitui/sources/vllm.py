@@ -37,10 +37,8 @@ ONLY_WATCHES = "this minitui only watches the server: minitui chat --connect sen
 @dataclass(frozen=True)
 class Engine:
     """An engine of a vLLM server. `api`, `telemetry`: addresses; `info`: the telemetry's, empty if it was not asked.
-
     `place`: the engine's number among the data parallel ranks behind this address, for RANK_HEADER; None: it is the
-    only one. `label`: its number among all ranks, as in /metrics.
-    """
+    only one. `label`: its number among all ranks, as in /metrics."""
 
     api: str
     telemetry: str
@@ -56,10 +54,8 @@ class Engine:
 
 
 def find(urls: list[str], key: str = "") -> list[list[Engine]]:
-    """Returns for each server the engines of vLLM that minitui records, in the order of their ranks.
-
-    Blocks: call it before the event loop runs. `urls`: addresses of vLLM, or of the telemetry of one engine.
-    """
+    """Returns for each server the engines of vLLM that minitui records, in the order of their ranks. Blocks: call it
+    before the event loop runs. `urls`: addresses of vLLM, or of the telemetry of one engine."""
 
     async def ask_all() -> list[list[Engine]]:
         return await asyncio.gather(*(find_async(normalise(url), key) for url in urls))
@@ -94,7 +90,7 @@ def _engine(telemetry: str, info: ServerInfo) -> Engine | None:
         return None
     if len(ports) > MOST_RANKS or own not in ports:
         return None
-    if not all(map(_is_port, [api, *ports])):
+    if not all(type(port) is int and 0 < port < 65536 for port in (api, *ports)):
         return None
     place = ports.index(own) if len(ports) > 1 else None
     return Engine(_with_port(telemetry, api), telemetry, place, rank, info)
@@ -109,10 +105,6 @@ def _ranks(engine: Engine) -> Iterator[Engine]:
         label = engine.label - engine.place + place
         others = Engine(engine.api, _with_port(engine.telemetry, port), place, label)
         yield engine if place == engine.place else others
-
-
-def _is_port(value: Any) -> bool:
-    return type(value) is int and 0 < value < 65536
 
 
 def _with_port(url: str, port: int) -> str:
@@ -203,11 +195,9 @@ class VllmSource(RemoteSource):
         self._answers: list[VllmStream] = []  # without their request's end, the oldest first
 
     async def start(self, on_progress: Progress) -> None:
-        """Connect to both addresses. Raises EngineError with a sentence for the user.
-
-        If vLLM's endpoint cannot be reached, this source only watches: a machine whose ranks serve another machine's
-        endpoint (--headless) has none.
-        """
+        """Connect to both addresses. Raises EngineError with a sentence for the user. If vLLM's endpoint cannot be
+        reached, this source only watches: a machine whose ranks serve another machine's endpoint (--headless) has
+        none."""
         with contextlib.suppress(httpx.HTTPError, OSError):
             response = await check(await self.api.get("/v1/models"))
             try:

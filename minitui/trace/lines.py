@@ -88,11 +88,6 @@ class LineFile:
     def __exit__(self, *_: object) -> None:
         self._raw.close()
 
-    def is_gzip(self) -> bool:
-        """Returns True if the file begins with the two bytes of a gzip file."""
-        self.seek(0)
-        return self.read(2) == b"\x1f\x8b"
-
     def seek(self, offset: int) -> None:
         """Continue reading at `offset`."""
         self._raw.seek(offset)

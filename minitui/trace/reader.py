@@ -312,7 +312,7 @@ class TraceReader:
     def _scan(self) -> None:
         """Read the header, the positions of keyframes, the words, names and bookmarks in one pass."""
         with LineFile(self.path) as file:
-            if not file.is_gzip():
+            if file.read(2) != b"\x1f\x8b":
                 why = "is not a gzip file" if self.path.stat().st_size else "has no bytes"
                 raise TraceError(f"{self.path} is not a minitui trace: it {why}")
             for member in file.members():

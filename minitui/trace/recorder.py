@@ -37,10 +37,8 @@ FLUSH, _CLOSE = object(), object()
 
 
 class TraceWriter:
-    """A thread that writes queued items: a line, a list of records, (played, state), or (decode, ids).
-
-    FLUSH writes what is queued to the file, so that it survives if the process is killed.
-    """
+    """A thread that writes queued items: a line, a list of records, (played, state), or (decode, ids). FLUSH writes
+    what is queued to the file, so that it survives if the process is killed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -274,16 +272,13 @@ class Recorder(Reader):
         self._bookmark_first("preemption", f"first preemption: r{request} releases {count(blocks, 'block')}")
 
     def on_match(self, request: int, tokens: int) -> None:
-        if tokens > 0 and not self._resumed(request):
+        assert self._state is not None
+        # What a preempted request takes again is no hit, as in all figures.
+        if tokens > 0 and not self._state.requests[request].preemptions:
             self._bookmark_first("hit", f"first hit: r{request} takes {tokens} tokens from the tree")
 
     def on_fail(self, step: int) -> None:
         self._bookmark_first("failure", f"step {step} failed")
-
-    def _resumed(self, request: int) -> bool:
-        """True if the request takes its own blocks again after a preemption: this is no hit, as in all figures."""
-        assert self._state is not None
-        return self._state.requests[request].preemptions > 0
 
     def _bookmark_first(self, kind: str, text: str) -> None:
         """Write a bookmark for the first event of a kind."""
@@ -318,8 +313,7 @@ class Recorder(Reader):
 
 class Recording:
     """Records an engine. Each restart of the engine begins a new file ("run.trace", "run.2.trace", …). If writing
-    fails, the recording stops and `error` has the reason; the engine continues.
-    """
+    fails, the recording stops and `error` has the reason; the engine continues."""
 
     def __init__(self, path: str | Path) -> None:
         """Opens the first file; raises TraceError if it cannot be written."""

@@ -28,7 +28,6 @@ class Viewer:
     def __init__(self, send: Callable[[bytes], Awaitable[object]], presenter: bool = False) -> None:
         self.presenter = presenter
         self.wants_keyframe = asyncio.Event()
-        self.times_cleared = 0  # how often the full queue was cleared
         self._send = send
         self._live = False  # the viewer has a keyframe and all later output
         self._unread: deque[bytes] = deque()
@@ -43,7 +42,6 @@ class Viewer:
             self._unread.clear()
             self._size = 0
             self._live = False
-            self.times_cleared += 1
             return
         self._unread.append(data)
         self._size += len(data)
@@ -70,11 +68,6 @@ class Viewer:
                 request_keyframe()
             self._wake.clear()
             await self._wake.wait()
-
-    @property
-    def queued_bytes(self) -> int:
-        """The number of queued bytes."""
-        return self._size
 
 
 class Mirror:

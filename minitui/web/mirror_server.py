@@ -189,10 +189,8 @@ class MirrorSite(Site):
 async def serve_mirror(
     settings: WebSettings, listening: socket.socket, command: list[str], on_ready: Callable[[str, str], None]
 ) -> int:
-    """Serve until the application ends or a signal arrives; returns the exit code.
-
-    `on_ready` is called with the tokens of viewers and presenter.
-    """
+    """Serve until the application ends or a signal arrives; returns the exit code. `on_ready` is called with the tokens
+    of viewers and presenter."""
     stop = stopped()
     application = Application(command, SIZE)
     viewers, presenter = settings.token, secrets.token_urlsafe(24)

@@ -55,10 +55,8 @@ def run_web(settings: WebSettings, engine: OwnServer | None = None) -> int:
 
 
 class OwnServer:
-    """Runs `minitui serve` in a thread, on a free port of the loopback address.
-
-    The server requires this key, so other users of this machine have no access.
-    """
+    """Runs `minitui serve` in a thread, on a free port of the loopback address. The server requires this key, so other
+    users of this machine have no access."""
 
     def __init__(self, config: Any, label: str, log_file: Path, key: str) -> None:
         self._config, self._label, self._log_file, self._key = config, label, log_file, key

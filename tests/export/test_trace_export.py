@@ -23,16 +23,14 @@ from engine.trace.state import State
 from minitui.cli.tail import tail_live, tail_server, tail_trace
 from minitui.export import export
 from minitui.export.perfetto import DEVICE, HOST, NAMES, REQUESTS
-from minitui.text import exact
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.trace.recorder import Recorder
 from minitui.viewmodel.compare.runs import recorded_view
-from minitui.viewmodel.history.spans import LAUNCH_OR_WAIT, NOT_REPORTED, Timeline
+from minitui.viewmodel.history.spans import LAUNCH_OR_WAIT, NOT_REPORTED
 from minitui.viewmodel.state.eviction import EvictionOrder
 from minitui.viewmodel.view import View
-from minitui.viewmodel.words.request_teller import RequestTeller
-from minitui.viewmodel.words.teller import Teller
+from minitui.viewmodel.words.teller import RequestTeller, Teller
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.golden import GOLDEN, INFO, make_engine, play
 from tests.support.sampling import sampling
@@ -94,43 +92,6 @@ def test_each_request_has_a_lane_from_its_submission_to_its_end(perfetto: list[d
     assert total > 0.8 * sum(chunks.values()), "a chunk is left out only where its request ended with it"
 
 
-def test_host_stages_are_in_order_and_apart_from_the_device(tmp_path: Path) -> None:
-    found = tracks(json.loads(export(GOLDEN, "perfetto", tmp_path / "a.json").read_text())["traceEvents"])
-    host = found[HOST, 1]
-    by_step: dict[int, list[str]] = defaultdict(list)
-    for piece in host:
-        by_step[piece["args"]["step"]].append(piece["name"])
-    order = ["not reported", "emit", "plan", "launch", "wait for the device", "commit"]
-    assert len(by_step) > 100
-    for names in by_step.values():
-        assert names == [name for name in order if name in names]
-    assert (DEVICE, 1) not in found, "the simulated device does not tell its time, so nothing is drawn for it"
-
-
-@pytest.mark.parametrize("name", [*bundled(), "golden"])
-def test_the_export_has_the_spans_of_the_waterfall(name: str, tmp_path: Path) -> None:
-    reader = TraceReader(GOLDEN if name == "golden" else bundled()[name])
-    view = recorded_view(reader)
-    line = Timeline(view.history.steps, view.moment.horizon)
-    events = json.loads(export(reader.path, "perfetto", tmp_path / "a.json").read_text())["traceEvents"]
-    found = tracks(events)
-    part = reader.part(0)
-    begin = (part.snapshot["t"] or part.records[0][1]) * 1e3
-    for track, spans in (
-        ((HOST, 1), line.host(line.first, line.last)), ((HOST, 2), line.pauses(line.first, line.last)),
-        ((DEVICE, 1), line.device(line.first, line.last)),
-    ):
-        drawn = [span for span in spans if round((span.end - span.begin) * 1e3, 3) > 0 and span.kind != "stop"]
-        pieces = found.get(track, [])
-        assert [piece["args"]["step"] for piece in pieces] == [span.step for span in drawn]
-        for piece, span in zip(pieces, drawn, strict=True):
-            assert piece["args"]["ms"] == exact(span.ms)
-            assert piece["ts"] == pytest.approx((span.begin - begin) * 1e3, abs=0.01)
-            assert piece["dur"] == pytest.approx((span.end - span.begin) * 1e3, abs=0.01)
-            if track == (HOST, 1):
-                assert piece["name"] == NAMES.get(span.kind, span.kind)
-
-
 def test_what_vllm_does_not_report_is_named_as_such(tmp_path: Path) -> None:
     """Its recording tells neither when a launch ended nor when a wait began: no time is said to be one of both."""
     events = json.loads(export(bundled()["vllm-8b"], "perfetto", tmp_path / "a.json").read_text())["traceEvents"]
@@ -172,23 +133,6 @@ async def test_the_device_is_drawn_where_its_time_is_known(tmp_path: Path) -> No
     assert device[0]["ts"] < plan["ts"] + plan["dur"] < device[0]["ts"] + device[0]["dur"], "while the step before ran"
     for before, after in pairwise(host):
         assert before["ts"] + before["dur"] <= after["ts"] + 0.002
-
-
-def test_a_real_gpu_works_while_the_host_plans_the_next_step(tmp_path: Path) -> None:
-    events = json.loads(export(bundled()["h200-8b"], "perfetto", tmp_path / "a.json").read_text())["traceEvents"]
-    found = tracks(events)
-    host, device = found[HOST, 1], found[DEVICE, 1]
-    for track in (host, device):
-        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.002 for a, b in pairwise(track)), "one thing at a time"
-    assert len([key for key in found if key[0] == REQUESTS]) == 64
-    planned = {piece["args"]["step"]: piece for piece in host if piece["name"] == "plan"}
-    worked = {piece["args"]["step"]: piece for piece in device}
-    assert planned.keys() == worked.keys() and len(worked) > 700
-    meanwhile = [
-        step for step, plan in planned.items()
-        if (before := worked.get(step - 1)) and plan["ts"] + plan["dur"] < before["ts"] + before["dur"]
-    ]
-    assert len(meanwhile) > 0.9 * len(planned), "the host is ahead of the device in nearly every step"
 
 
 def test_json_names_every_field_of_every_record(tmp_path: Path) -> None:

@@ -325,45 +325,12 @@ async def test_a_server_that_stays_away_counts_as_dead(tmp_path: Path) -> None:
     source = RemoteSource(f"http://127.0.0.1:{port}", cache=tmp_path, give_up_s=0.5)
     deaths: list[str] = []
     source.on_death(deaths.append)
-    await source.watch()
+    await source.records.follow()
     server.close()
     async with asyncio.timeout(60):
         await source.records._following
     assert len(deaths) == 1 and "has not been reached" in deaths[0] and source.connection
     await source.close()
-
-
-async def test_the_application_shows_an_engine_elsewhere_as_its_own(server: Running, tmp_path: Path) -> None:
-    from minitui.chat.conversation import Sampling
-    from minitui.chat.model_choice import load_codec
-    from minitui.chat.sessions import Chats
-    from minitui.settings import Settings
-    from minitui.sources.remote import RemoteSource
-    from minitui.tui.app import MinituiApp
-
-    await asyncio.to_thread(server.wait_idle)
-    source = RemoteSource(server.url, cache=tmp_path)
-    chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=40))
-    app = MinituiApp(source, chats, Settings(), system="Answer briefly.", known_questions=[], speaker="tutor",
-                     load_codec=load_codec)
-    async with app.run_test(size=(120, 36)) as pilot:
-        for _ in range(200):
-            await pilot.pause(0.05)
-            if app.feed.live:
-                break
-        app.ask_question("What is the KV cache?")
-        for _ in range(200):
-            await pilot.pause(0.05)
-            if app.session.messages and not app.session.busy and app.view.history.live.state.seq:
-                break
-        assert app.session.state == "done", app.session.messages[-1].error
-        assert "key" in app.session.messages[-1].text
-        told = await engine_snapshot(server)
-        for _ in range(100):
-            if app.view.history.live.state.seq >= told["seq"]:
-                break
-            await pilot.pause(0.05)
-        assert app.view.history.live.state.snapshot() == told
 
 
 VALUES: dict[type, Any] = {Number: 0.5, Integer: 3, Texts: ("x",), Ids: (5,), Biases: {5: 1.0}}

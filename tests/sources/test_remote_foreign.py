@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -368,17 +367,3 @@ async def test_errors_of_other_servers_are_read(body: Any, said: str, field: str
     assert caught.value.field == field
     await source.close()
     await fake.kill()
-
-
-SPENT = "out of memory"
-
-
-@pytest.mark.parametrize(
-    "body", [{"error": {"message": SPENT}}, {"object": "error", "message": SPENT}, {"error": SPENT}]
-)
-def test_an_error_inside_a_stream_is_read_in_every_form(body: Any) -> None:
-    from minitui.sources.http import parse
-
-    with pytest.raises(EngineError, match=SPENT):
-        parse(json.dumps(body))
-    assert parse(json.dumps({"error": None, "choices": []})) == {"error": None, "choices": []}

@@ -14,7 +14,6 @@ from engine.params import SamplingParams
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.sources.replay import ReplaySource
-from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
 from minitui.viewmodel.moment import Playback
@@ -183,50 +182,6 @@ async def test_a_reader_notices_a_jump_by_itself() -> None:
     assert player.view.history.dropped
 
 
-async def test_rates_match_the_engine_at_any_speed() -> None:
-    rates = []
-    for speed in (1.0, 5.0):
-        player = await Player(speed=speed).start()
-        await player.run(player.source.trace.seconds / speed + 0.3, frame=0.01)
-        view = player.view
-        rates.append(
-            view.history.rates.series("decode", 2000, view.history.rates.bucket + 1).sum() / view.history.rates.now
-        )
-    assert rates[0] == pytest.approx(rates[1], rel=0.3), "the trace is a second long, and a frame is left over"
-
-
-@pytest.mark.parametrize("trace", ["small-pool", "h200-8b"])
-async def test_times_are_those_of_the_recording_played_at_any_speed_or_jumped_to(trace: str) -> None:
-    path = find_trace(trace)
-    recorded = View()
-    reader = TraceReader(path)
-    recorded.reset(reader.part(0).snapshot)
-    recorded.fold(list(reader.records()))
-    last = min(40, recorded.history.lanes.step)
-
-    def waits(view: View) -> dict[int, float]:
-        """Each request's time in the queue in ms, as computed until its first token."""
-        return {
-            lane.id: (lane.admitted - lane.submitted) * 1e3
-            for lane in view.history.lanes.lanes.values()
-            if lane.submitted is not None and lane.admitted is not None and lane.submitted_step <= last - 5
-        }
-
-    def gaps(view: View) -> list[float]:
-        arrived = view.history.steps.column("arrived")
-        return [float(arrived[step] - arrived[step - 1]) * 1e3 for step in range(2, last - 1)]
-
-    assert waits(recorded)
-    for speed in (0.02, 1.0, 50.0):
-        player = await Player(path, speed=speed).start()
-        while player.source.step < last:
-            await player.run(0.05)
-        assert waits(player.view) == pytest.approx(waits(recorded), abs=0.5), f"at speed {speed}"
-        assert gaps(player.view) == pytest.approx(gaps(recorded), abs=0.5), f"at speed {speed}"
-        await player.seek(last)
-        assert waits(player.view) == pytest.approx(waits(recorded), abs=0.5), f"after a jump at speed {speed}"
-
-
 def with_pauses(path: Path) -> Path:
     """The golden run with a pause of 5 s after a request was submitted, and with slow motion in the steps 40 to 59."""
     reader, records, later, held = TraceReader(GOLDEN), list[Record](), 0.0, 0
@@ -330,24 +285,3 @@ async def test_a_trace_without_its_end_plays_as_far_as_it_goes(tmp_path: Path) -
     player = await Player(path).start()
     await player.run(player.source.trace.seconds + 0.5)
     assert player.source.ended and player.state.step > 80
-
-
-def speeds(view: View) -> dict[int, float]:
-    """Returns the tokens per second of the finished requests whose tokens are all known."""
-    found = [(lane.id, view.history.tokens.stats(lane, view.moment.horizon)) for lane in view.history.lanes.ended]
-    return {id: gaps.tok_s for id, gaps in found if gaps and gaps.tok_s and gaps.begin and gaps.begin[0] == 1}
-
-
-@pytest.mark.parametrize("speed", [0.02, 1.0])
-async def test_after_a_seek_in_slow_motion_or_paused_rates_match_the_engine(speed: float) -> None:
-    player = await Player(speed=1.0).start()
-    await player.run(player.source.trace.seconds + 1)
-    expected = speeds(player.view)
-    player = await Player(speed=speed).start()
-    if speed == 1.0:
-        await player.source.control("pause")
-    await player.seek(player.source.trace.last_step)
-    found = speeds(player.view)
-    assert len(found) > 10
-    assert found == pytest.approx({id: speed for id, speed in expected.items() if id in found}, rel=0.05)
-    assert player.source.paused == (speed == 1.0) and player.source.speed == speed

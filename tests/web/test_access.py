@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -27,14 +25,10 @@ from aiohttp import web
 
 from minitui.lifeline import VARIABLE
 from minitui.web import site as web_site
-from minitui.web.mirror import Application
-from minitui.web.mirror_server import MirrorSite
 from minitui.web.settings import WebSettings
 from minitui.web.site import Site, is_served, messages
 from minitui.web.tabs import TabSite
-from tests.support.serving import Running
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 KEYS = (
     "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
     "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
@@ -163,26 +157,16 @@ def test_the_names_of_the_printed_address() -> None:
         assert {name: is_served(name, host) for name in names} == names, host
 
 
-async def test_viewers_watch_the_typist_types_and_a_full_class_keeps_him_not_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_full_class_keeps_the_typist_not_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Site, "max_sockets", 2)
-    application = Application([], (120, 36))
-    reached: list[str] = []
-    application.type = reached.append  # type: ignore[method-assign]
-    async with served(MirrorSite(application, "127.0.0.1", VIEWER, TYPIST)) as port, aiohttp.ClientSession() as http:
+    async with served(site := Heard()) as port, aiohttp.ClientSession() as http:
         url, own = f"http://127.0.0.1:{port}/ws/", {"Origin": f"http://127.0.0.1:{port}"}
-        viewers = [await http.ws_connect(url + VIEWER, headers=own) for _ in range(2)]
+        for _ in range(2):
+            await http.ws_connect(url + VIEWER, headers=own)
         with pytest.raises(aiohttp.WSServerHandshakeError, match="503"):
             await http.ws_connect(url + VIEWER, headers=own)
-        typist = await http.ws_connect(url + TYPIST, headers=own)
-        for one in (*viewers, typist):
-            await one.send_json(["stdin", "viewer" if one is not typist else "typist"])
-            await one.send_json(["ping", "1"])
-        for one in (*viewers, typist):  # after this, all earlier messages have been read
-            while (await one.receive(60)).data != '["pong", "1"]':
-                pass
-    assert reached == ["typist"]
+        await http.ws_connect(url + TYPIST, headers=own)
+    assert site.opened == [False, False, True]
 
 
 async def test_an_invalid_message_at_most_closes_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,88 +310,3 @@ async def test_a_tab_that_cannot_begin_says_why_and_a_closed_one_ends_its_applic
         started = [one for one in family if "__GANGLION__" in " ".join(one.cmdline() if one.is_running() else ())]
         _, alive = await asyncio.to_thread(psutil.wait_procs, started, 40)
         assert not alive
-
-
-# ---- a page of another origin, in a real browser
-
-EVIL = """<script>
-const tried = {};
-const socket = (name, url) => new Promise(done => {
-  const one = new WebSocket(url);
-  one.onopen = () => { tried[name] = "open"; one.send('["stdin", "/attach secret"]'); done(); };
-  one.onerror = () => { tried[name] = "refused"; done(); };
-});
-const read = async (name, url, how) => {
-  try { const answer = await fetch(url, how); tried[name] = answer.type + " " + answer.status; }
-  catch (error) { tried[name] = "refused"; }
-};
-(async () => {
-  await socket("socket", "ws://127.0.0.1:SITE/ws/TOKEN");
-  await socket("socket by another name", "ws://localhost:SITE/ws/TOKEN");
-  await read("page", "http://127.0.0.1:SITE/?token=TOKEN");
-  const body = '{"prompt": "driven by a page", "max_tokens": 1}';
-  for (const type of ["text/plain", "application/x-www-form-urlencoded"])
-    await read("post " + type, "http://127.0.0.1:SERVE/generate",
-               {method: "POST", mode: "no-cors", body, headers: {"Content-Type": type}});
-  await read("control", "http://127.0.0.1:SERVE/minitui/control", {method: "POST", body: '{"action": "pause"}'});
-  await read("telemetry", "http://127.0.0.1:SERVE/minitui/snapshot");
-  await new Promise(done => {
-    const stream = new EventSource("http://127.0.0.1:SERVE/minitui/records");
-    stream.onopen = () => { tried.records = "open"; done(); };
-    stream.onerror = () => { tried.records = "refused"; stream.close(); done(); };
-  });
-  await fetch("/told", {method: "POST", body: JSON.stringify(tried)});
-  location = "http://127.0.0.1:SITE/?token=TOKEN";
-})();
-</script>"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
-async def test_a_page_of_another_origin_drives_nothing_and_our_own_page_does(server: Running, tmp_path: Path) -> None:
-    assert CHROMIUM is not None
-    site, told = Heard(), asyncio.get_running_loop().create_future()
-    before = server.snapshot()["step"]
-    async with served(site) as port:
-
-        async def evil(request: web.Request) -> web.Response:
-            text = EVIL.replace("SITE", str(port)).replace("SERVE", str(server.host.port)).replace("TOKEN", TYPIST)
-            return web.Response(text=text, content_type="text/html")
-
-        async def take(request: web.Request) -> web.Response:
-            told.set_result(json.loads(await request.text()))
-            return web.Response()
-
-        elsewhere = web.Application()
-        elsewhere.add_routes([web.get("/", evil), web.post("/told", take)])
-        runner = web.AppRunner(elsewhere, access_log=None)
-        await runner.setup()
-        listening = socket.create_server(("127.0.0.1", 0))
-        await web.SockSite(runner, listening).start()
-        command = [
-            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-            "--disable-background-networking", "--disable-component-update", "--disable-sync",
-            "--disable-dev-shm-usage", "--remote-debugging-port=0", f"--user-data-dir={tmp_path / 'profile'}",
-            f"http://localhost:{listening.getsockname()[1]}/",
-        ]
-        browser = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        try:
-            async with asyncio.timeout(90):
-                tried = await told
-            assert site.opened == [] and site.typed == []
-            assert len(tried) == 8 and tried["post text/plain"].startswith("opaque")  # it cannot even see the refusal
-            assert {name: how for name, how in tried.items() if not name.startswith("post")} == dict.fromkeys(
-                ("socket", "socket by another name", "page", "control", "telemetry", "records"), "refused"
-            )
-            assert server.snapshot()["step"] == before, "a page made the engine work"
-            async with asyncio.timeout(60):
-                while not site.typed:  # our own page opens its socket and sends its size
-                    await asyncio.sleep(0.05)
-            assert site.opened[0] is True and site.typed[0][0] == "resize"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(browser.pid, signal.SIGKILL)
-            browser.wait()
-            await runner.cleanup()
