@@ -20,11 +20,9 @@ def known_tokens(chats: Chats, session: Session) -> list[int]:
 
 
 async def alternatives(chats: Chats, ids: list[int], at: int) -> list[tuple[int, float]]:
-    """Returns (token, probability) of the likeliest tokens at position `at` of `ids`, the likeliest first.
-
-    The probabilities are the model's own, before temperature and cuts. The engine computes them again in a request for
-    one token; the tokens before it mostly come from the cache.
-    """
+    """Returns (token, probability) of the likeliest tokens at position `at` of `ids`, the likeliest first. The
+    probabilities are the model's own, before temperature and cuts. The engine computes them again in a request for one
+    token; the tokens before it mostly come from the cache."""
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS, ignore_eos=True)
     stream = chats.source.submit(ids[:at], params, group="tokens")
     found = [entry async for delta in stream for entry in delta.logprobs]

@@ -14,10 +14,8 @@ OTHER_SLOW = "Your lecturer slowed the engine down to 1/{pace:g} of its speed."
 
 
 def split_thinking(text: str) -> tuple[str, str, bool]:
-    """Splits `text` into (thinking, answer, True if the thinking is unfinished).
-
-    A Markdown parser would drop the <think> part as HTML.
-    """
+    """Splits `text` into (thinking, answer, True if the thinking is unfinished). A Markdown parser would drop the
+    <think> part as HTML."""
     stripped = text.lstrip()
     if not stripped.startswith(THINK):
         # A streamed "<thi" may still become "<think>".

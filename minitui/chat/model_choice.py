@@ -27,9 +27,7 @@ class Choice:
 
 def choose_model(name: str | None, system: str | None = None) -> Choice:
     """Returns the choice for `name`: a directory, or a model in the local cache or on the hub; None: the bundled model.
-
-    Raises CheckpointError if the bundled model is missing.
-    """
+    Raises CheckpointError if the bundled model is missing."""
     if name is not None:
         return _plain(name, system)
     path = tutor.model_dir()

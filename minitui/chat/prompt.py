@@ -25,11 +25,8 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. Its first `kept` ids are also the first ids that the conversation kept.
-
-    If the conversation kept more ids, and the prompt differs from them, `diverges_at` is the index of the first
-    difference, and `reason` says why.
-    """
+    """A prompt. Its first `kept` ids are also the first ids that the conversation kept. If the conversation kept more
+    ids, and the prompt differs from them, `diverges_at` is the index of the first difference, and `reason` says why."""
 
     ids: list[int]
     kept: int = 0
@@ -55,7 +52,7 @@ def continue_prompt(rendered: list[int], kept: list[int], codec: Codec) -> Promp
             break
         if old[index] == piece:
             ids += piece
-        elif _control(old[index], piece, codec):
+        elif {old[index][0], piece[0]} & codec.special_ids:  # of different pieces: their texts differ, too
             at = len(ids)
             return Prompt(ids + _joined(new[index:]), at, at, "the template rewrites an earlier turn")
         elif text_of(old[index]) == text_of(piece):
@@ -77,11 +74,6 @@ def continue_prompt(rendered: list[int], kept: list[int], codec: Codec) -> Promp
 
 def _joined(pieces: list[list[int]]) -> list[int]:
     return [token for piece in pieces for token in piece]
-
-
-def _control(a: list[int], b: list[int], codec: Codec) -> bool:
-    """`a` and `b` are different pieces. Returns True if one is a control token: then their texts differ too."""
-    return a[0] in codec.special_ids or b[0] in codec.special_ids
 
 
 def _pieces(ids: list[int], special: frozenset[int]) -> list[list[int]]:

@@ -18,10 +18,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
-from minitui.chat.chat_file import StoreError
 from minitui.chat.conversation import LONGEST_TITLE, Message, Sampling, Session, new_id, title_of
 from minitui.chat.prompt import Codec, Prompt, continue_prompt
-from minitui.chat.store import Store
+from minitui.chat.store import Store, StoreError
 from minitui.sources.base import Source, Stream
 
 RETRY_S = 5.0
@@ -151,11 +150,9 @@ class Chats:
         return [m.text for m in sorted(questions, key=lambda m: m.created)]
 
     def send(self, session: Session, text: str, like: Session | None = None) -> None:
-        """Saves and sends a question; the answer starts when the engine is ready.
-
-        `like`: a chat with the same prompt. If nothing of the prompt is in the cache, a request of that chat computes
-        it before. Raises InvalidRequest while an earlier answer is unfinished.
-        """
+        """Saves and sends a question; the answer starts when the engine is ready. `like`: a chat with the same prompt.
+        If nothing of the prompt is in the cache, a request of that chat computes it before. Raises InvalidRequest while
+        an earlier answer is unfinished."""
         if session.busy:
             raise InvalidRequest(
                 f"chat {self.number(session)} is still answering: Esc cancels, /new opens another chat", "prompt"
@@ -192,10 +189,8 @@ class Chats:
         self.send(session, text)
 
     def cancel(self, session: Session) -> bool:
-        """Cancels the chat's answer and keeps its text so far; returns False if the chat has no unfinished answer.
-
-        A second call ends the answer without waiting for the engine.
-        """
+        """Cancels the chat's answer and keeps its text so far; returns False if the chat has no unfinished answer. A
+        second call ends the answer without waiting for the engine."""
         if not session.busy:
             return False
         if session._cancelled:

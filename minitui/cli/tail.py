@@ -118,8 +118,7 @@ def tail(
 
 def teller_for(view: View, kind: str) -> Teller:
     """Returns what turns records into lines. kind: "steps"; "requests" or "json" for one line for each request."""
-    from minitui.viewmodel.words.request_teller import RequestTeller
-    from minitui.viewmodel.words.teller import Teller
+    from minitui.viewmodel.words.teller import RequestTeller, Teller
 
     return Teller(view) if kind == "steps" else RequestTeller(view, json=kind == "json")
 

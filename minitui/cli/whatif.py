@@ -69,7 +69,7 @@ def run_sweep(trace: str, text: str, arrivals: str, json: bool, out: Path | None
     from minitui.export.charts import write_beside, write_charts
     from minitui.trace.bundled import is_bundled
     from minitui.trace.reader import TraceError
-    from minitui.viewmodel.compare.figures import QUANTITIES
+    from minitui.viewmodel.compare.runs import QUANTITIES
     from minitui.whatif.answer import Sweep, as_data, control, fit_words
     from minitui.whatif.settings import points
 
@@ -108,7 +108,7 @@ def run_sweep(trace: str, text: str, arrivals: str, json: bool, out: Path | None
 
 def table(name: str, values: list[str], found: list[Point]) -> list[str]:
     """Returns a sweep as lines: a row for each value, a bar for each figure. "*": extrapolated."""
-    from minitui.viewmodel.compare.figures import QUANTITIES
+    from minitui.viewmodel.compare.runs import QUANTITIES
 
     columns = [one for one in QUANTITIES if one.name in COLUMNS]
     lines = [f"{name:<14}" + "".join(f"{one.title.strip():<{BAR + 12}}" for one in columns)]

@@ -55,8 +55,7 @@ from minitui.bench.limits import write_config
 from minitui.dev.bench import NoDevice, NothingToWaitFor
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
-from minitui.viewmodel.compare.figures import RunFigures
-from minitui.viewmodel.compare.runs import Run, recorded_view
+from minitui.viewmodel.compare.runs import Run, RunFigures, recorded_view
 from minitui.whatif.answer import Question, Sweep
 from minitui.whatif.settings import Setting, changes, value_of
 

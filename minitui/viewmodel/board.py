@@ -22,10 +22,8 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token that may be drawn next. `now`: its probability with the present settings; None: it was cut.
-
-    `at_most`: the probability is not known exactly, because the engine lists only the likeliest tokens.
-    """
+    """A token that may be drawn next. `now`: its probability with the present settings; None: it was cut. `at_most`:
+    the probability is not known exactly, because the engine lists only the likeliest tokens."""
 
     text: str
     before: float  # its probability in the model's own distribution

@@ -16,8 +16,7 @@ from engine.errors import EngineError
 from minitui.goals import keeps
 from minitui.text import count
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.compare.figures import QUANTITIES, RunFigures
-from minitui.viewmodel.compare.runs import Run, recorded_view
+from minitui.viewmodel.compare.runs import QUANTITIES, Run, RunFigures, recorded_view
 from minitui.whatif.asked import Recorded, asked_in
 from minitui.whatif.cost import Costs, costs_of
 from minitui.whatif.play import Player

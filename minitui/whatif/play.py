@@ -27,7 +27,7 @@ from engine.trace.records import Record, RecordLog
 from engine.trace.side_pool import SideGroup
 from minitui.text import count
 from minitui.trace.recorder import Recorder
-from minitui.viewmodel.compare.figures import RunFigures
+from minitui.viewmodel.compare.runs import RunFigures
 from minitui.viewmodel.history.steps import IDLE_SHOWN
 from minitui.viewmodel.history.tokens import percentiles
 from minitui.whatif.asked import Asked, Recorded

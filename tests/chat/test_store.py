@@ -11,9 +11,8 @@ import pytest
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
-from minitui.chat.chat_file import MIGRATIONS, StoreError
 from minitui.chat.conversation import Message, Sampling, Session
-from minitui.chat.store import Store
+from minitui.chat.store import MIGRATIONS, Store, StoreError
 from minitui.settings import ChatSettings, Settings, SettingsError
 from tests.support.chat_file import open_chats
 

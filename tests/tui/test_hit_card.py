@@ -14,7 +14,7 @@ from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.block_table import BlockTable
 from minitui.tui.widgets.inspect.tree import RadixTree
 from minitui.tui.widgets.rows import plain, runs_width
-from minitui.viewmodel.hit import Hit, last_hit
+from minitui.viewmodel.requests import Hit, last_hit
 from minitui.viewmodel.view import View
 
 SIZES = [(80, 24), (100, 30), (160, 50), (220, 60)]

@@ -10,8 +10,7 @@ import pytest
 
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.history.device_spans import PERHAPS
-from minitui.viewmodel.history.spans import Span, Timeline
+from minitui.viewmodel.history.spans import PERHAPS, Span, Timeline
 from tests.engine import test_step_clock
 from tests.engine.test_step_clock import DEVICE, PLAN
 from tests.viewmodel.test_spans import folded, folded_view, host, played

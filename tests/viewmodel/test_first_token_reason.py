@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from engine.trace.state import State
 from minitui.cli.tail import tail_trace
 from minitui.dev.simulator import SMALL, Load, Stress
 from minitui.trace.bundled import find_trace
@@ -14,18 +13,18 @@ from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.inspect.requests import RequestTable
 from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.compare.runs import recorded_view
-from minitui.viewmodel.explain.first_token_reason import explain_first_token
+from minitui.viewmodel.explain.stalls import explain_first_token
 from minitui.viewmodel.explain.timing import why_briefly
 from minitui.viewmodel.history.lane import PREFILLING, QUEUED
 from minitui.viewmodel.requests import Requests, by_longest_gap, by_longest_wait, longest
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.request_words import first_token_words, request_data, why_first
 from minitui.viewmodel.words.story import tell
+from tests.support.loads import TIGHT, empty_view
 from tests.support.traces import beginning
 
 STALL_MS = 300.0
 DELAYED, PLAN = 11, 7  # fields of a `parts` record
-TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
 
 
 @pytest.mark.parametrize("name", ["small-pool", "h200-8b", "vllm-8b"])
@@ -63,8 +62,7 @@ def test_a_first_token_that_waited_for_another_prompt_names_it() -> None:
 
 
 def folded(load: Load, records: list[Any]) -> View:
-    view = View()
-    view.reset(State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot())
+    view = empty_view(load)
     view.fold(records)
     view.history.live.state.gate = "closed"
     return view

@@ -12,6 +12,7 @@ from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.inspect.waterfall import Waterfall
+from minitui.viewmodel.compare.runs import recorded_view
 from minitui.viewmodel.explain.limits import limits
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.summary import summary, summary_json
@@ -19,15 +20,6 @@ from tests.tui.test_lesson_panels import drawn
 
 WORK = slice(4, 10)  # of a `parts` record: commit, emit, gate, plan, launch, wait
 GATE, WAIT, GC, DELAYED = 6, 9, 10, 11
-
-
-def replayed(name: str) -> View:
-    """Returns the view at the end of a bundled recording."""
-    reader, view = TraceReader(find_trace(name)), View()
-    view.reset(reader.part(0).snapshot)
-    view.fold(list(reader.records()))
-    view.frame(0.0)
-    return view
 
 
 def recorded(work: float, wait: float, delayed: float | None, read: Callable[[int], bool] = lambda step: True,
@@ -103,7 +95,8 @@ def test_other_programs_are_told_from_the_host_and_the_device(
 
 
 def test_steps_that_launch_prompts_and_the_others_have_their_number_and_share_of_the_time() -> None:
-    view = replayed("h200-8b")
+    view = recorded_view(TraceReader(find_trace("h200-8b")))
+    view.frame(0.0)
     device, host = found = summary_json(view)["limits"]
     assert [(one["by"], one["steps"]) for one in found] == [
         ("device", "launching no prompts"), ("host", "launching prompts"),

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from engine.info import EngineInfo
-from engine.trace.state import State
 from minitui.dev.simulator import Load, Stress
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
@@ -17,11 +16,8 @@ from minitui.viewmodel.explain.cost_models import FIRST_FIT
 from minitui.viewmodel.explain.stalls import gap_words
 from minitui.viewmodel.explain.timing import why_slow
 from minitui.viewmodel.view import View
-from minitui.viewmodel.words.request_teller import RequestTeller
-from minitui.viewmodel.words.teller import Teller
-
-LONG = Load(blocks=600, chats=6, rows=6, budget=512, context=2048, reply=(60, 160), turns=3, think=0.05, paste=0.3)
-TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
+from minitui.viewmodel.words.teller import RequestTeller, Teller
+from tests.support.loads import LONG, TIGHT, empty_state
 
 
 def said_of(view: View, step: int) -> list[str]:
@@ -39,7 +35,7 @@ def said_of(view: View, step: int) -> list[str]:
 @pytest.mark.parametrize("load", [LONG, TIGHT], ids=["long", "tight"])
 def test_a_replay_explains_each_step_and_gap_as_the_live_run_did(load: Load, tmp_path: Path) -> None:
     stress, view = Stress(load), View()
-    snapshot = State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot()
+    snapshot = empty_state(load).snapshot()
     view.reset(snapshot)
     recorder = Recorder(tmp_path / "run.trace", keyframe_every=1_000)
     recorder.begin(EngineInfo(num_blocks=load.blocks, block_size=load.block_size), snapshot)

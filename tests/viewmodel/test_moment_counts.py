@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from minitui.tui.widgets.inspect.trends import TrendCharts
 from minitui.tui.widgets.inspect.vitals import Vitals
 from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.compare.runs import recorded_view
+from minitui.viewmodel.history.steps import KINDS
 from minitui.viewmodel.view import View
 from tests.support.percentiles import percentiles
 
@@ -108,6 +110,9 @@ def test_some_forty_figures_of_a_moment_are_those_of_the_exported_json(name: str
     timed = [record for record in of("time") if "took_ms" in record]
     panels.shows(timings, (120, 12), "# steps in", len(timed))
     clock = "device_ms" if view.timings.by_device else "took_ms"
+    decodes_took = [record["took_ms"] for record in timed if record["work"] == "decode"]
+    panels.shows(Vitals(), (200, 2), "step +# ms median", ms(median(decodes_took)))
+    assert sum(getattr(view.timings, kind).share for kind in KINDS) == pytest.approx(1.0)
     for kind, label in (("decode", "decode only"), ("mixed", "mixed"), ("prefill", "prefill only")):
         times = [record[clock] for record in timed if record["work"] == kind]
         figures = [len(times), *([ms(value) for value in (*percentiles(times), max(times))] if times else ["–"] * 3)]

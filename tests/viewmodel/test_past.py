@@ -8,6 +8,7 @@ import pytest
 
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
+from minitui.viewmodel.compare.runs import recorded_view
 from minitui.viewmodel.explain.cost_models import first_model
 from minitui.viewmodel.history.spans import Timeline
 from minitui.viewmodel.moment import Playback
@@ -65,9 +66,7 @@ def test_the_past_says_what_the_live_picture_said_at_that_step(name: str) -> Non
 
 
 def test_what_a_preempted_request_takes_again_is_not_saved() -> None:
-    reader, view = TraceReader(bundled()["small-pool"]), View()
-    view.reset(reader.part(0).snapshot)
-    view.fold(list(reader.records()))
+    view = recorded_view(TraceReader(bundled()["small-pool"]))
     view.frame(0.0)
     lanes = view.history.lanes.lanes.values()
     assert sum(lane.cached_tokens for lane in lanes) == 0 < sum(lane.preemptions for lane in lanes)

@@ -12,8 +12,8 @@ from minitui.viewmodel.compare.runs import recorded_view
 from minitui.viewmodel.history.lane import FINISHED
 from minitui.viewmodel.moment import Playback
 from minitui.viewmodel.view import View
-from minitui.viewmodel.words.request_teller import RequestTeller
 from minitui.viewmodel.words.story import tell
+from minitui.viewmodel.words.teller import RequestTeller
 from minitui.vllm.translate import Translator
 from tests.support.traces import beginning
 from tests.support.vllm_played import messages_of, recorded

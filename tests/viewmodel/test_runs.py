@@ -16,7 +16,7 @@ from engine.trace.records import Record, RecordLog
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.compare.comparison import Comparison, key_of, settings_that_differ
-from minitui.viewmodel.compare.runs import DRAFTS, STALL, Run
+from minitui.viewmodel.compare.runs import DRAFTS, STALL, Run, recorded_view
 from minitui.viewmodel.view import View
 from tests.engine.test_step_clock import Timed
 from tests.support.golden import GOLDEN
@@ -66,19 +66,14 @@ def compared(first: View, second: View, key: str = "") -> Comparison:
     return Comparison.of(second, key)
 
 
-def recorded_view(path: Any) -> tuple[View, list[Record]]:
-    reader = TraceReader(path)
-    view = View()
-    view.reset(reader.part(0).snapshot)
-    records = list(reader.records())
-    view.fold(records)
-    return view, records
+def recorded(name: str) -> View:
+    return recorded_view(TraceReader(GOLDEN if name == "golden" else bundled()[name]))
 
 
 @pytest.mark.parametrize("name", ["golden", "h200-8b", "small-pool"])
 def test_the_figures_of_a_run_are_counted_from_its_records(name: str) -> None:
-    view, records = recorded_view(GOLDEN if name == "golden" else bundled()[name])
-    figures = Run(view).figures
+    view = recorded(name)
+    figures, records = Run(view).figures, [*TraceReader(GOLDEN if name == "golden" else bundled()[name]).records()]
     kinds = [record[2] for record in records]
     assert figures.requests == kinds.count("submit")
     assert figures.steps == kinds.count("step")
@@ -102,7 +97,7 @@ def test_the_figures_of_a_run_are_counted_from_its_records(name: str) -> None:
 @pytest.mark.parametrize("name", ["golden", "h200-8b", "small-pool"])
 @pytest.mark.parametrize("unit", ["ms", "steps"])
 def test_the_phases_of_a_request_follow_each_other_and_hold_its_tokens(name: str, unit: str) -> None:
-    view, _ = recorded_view(GOLDEN if name == "golden" else bundled()[name])
+    view = recorded(name)
     run = Run(view)
     for lane in run.lanes:
         spans = run.phases(unit, lane)
@@ -130,7 +125,7 @@ def test_pauses_do_not_move_the_clock_and_idle_time_is_a_second(monkeypatch: pyt
 @pytest.mark.parametrize("name", ["golden", "h200-8b", "small-pool", "vllm-8b"])
 def test_on_the_clock_each_step_takes_the_time_that_the_panels_show(name: str) -> None:
     """Also where steps overlap. A step does not include its own commit: its results have arrived before."""
-    view, _ = recorded_view(GOLDEN if name == "golden" else bundled()[name])
+    view = recorded(name)
     run, steps = Run(view), view.history.steps
     clock, followed = run.clocks["ms"], 0
     assert clock.begins[0] == 0.0 and (clock.begins[1:] >= clock.ends[:-1]).all()
@@ -203,8 +198,7 @@ def test_a_kept_run_does_not_change_and_the_panel_finds_both(monkeypatch: pytest
 
 
 def test_runs_of_different_work_are_not_compared_by_totals() -> None:
-    small, _ = recorded_view(bundled()["small-pool"])
-    large, _ = recorded_view(bundled()["h200-8b"])
+    small, large = recorded("small-pool"), recorded("h200-8b")
     both = compared(small, large, key="computed")
     assert both.unlike.startswith("The two runs did not do the same work: 4 and 64 requests; ")
     assert "time of the run" not in both.sentence

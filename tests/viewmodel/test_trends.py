@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.trace.state import State
 from minitui.dev.panel import stress_view
-from minitui.dev.simulator import CLASSROOM, Load, Stress
+from minitui.dev.simulator import CLASSROOM
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.inspect.trends import TrendCharts
 from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.history.trends import METRICS, SPANS, Trends, shortest_span
 from minitui.viewmodel.view import View
+from tests.support.loads import TIGHT
 from tests.support.percentiles import percentiles
 
 
@@ -94,31 +94,9 @@ def test_the_queue_counts_each_step_however_many_records_are_folded_at_once() ->
     assert marks[0] == "2" and set(marks) <= {"2", "1", ""}, "a scale of requests has no fractions"
 
 
-def test_levels_are_the_same_however_many_records_are_folded_at_once() -> None:
-    """A seek folds many seconds at once. Each picture of the pool and the queue must still have their history."""
-    stress = Stress(CLASSROOM)
-    stress.run(8.0)
-    records = stress.drain()
-    at_once, in_frames = View(), View()
-    for view, size in ((at_once, len(records)), (in_frames, 40)):
-        view.reset(State(CLASSROOM.blocks + 1, CLASSROOM.block_size, CLASSROOM.budget, CLASSROOM.rows).snapshot())
-        for begin in range(0, len(records), size):
-            view.fold(records[begin : begin + size])
-    assert at_once.history.live.state.snapshot() == in_frames.history.live.state.snapshot()
-    for name in ("pool", "queue"):
-        found, _ = at_once.history.trends.series(name, 15, 60, at_once.history.rates.now, live=True)
-        expected, _ = in_frames.history.trends.series(name, 15, 60, in_frames.history.rates.now, live=True)
-        known = ~np.isnan(expected.p50)
-        assert known.sum() > 25 and np.isnan(found.p50[known]).sum() <= 1
-        assert np.nanmean(np.abs(found.p50[known] - expected.p50[known])) <= 0.05 * np.nanmax(expected.p50)
-    for level in ("running", "used"):
-        assert (at_once.history.rates.series(level, 24, at_once.moment.bucket) > 0).mean() > 0.9
-
-
 def test_gaps_across_a_preemption_are_counted() -> None:
     """Each request has one gap less than tokens."""
-    tight = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
-    _, view = stress_view(tight, 10.0, frames=100)
+    _, view = stress_view(TIGHT, 10.0, frames=100)
     lanes = view.history.lanes.lanes.values()
     expected = [view.history.tokens.stats(lane, view.moment.horizon) for lane in lanes]
     assert any(lane.preemptions for lane in lanes) and view.history.steps.first == 0

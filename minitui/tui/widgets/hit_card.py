@@ -10,7 +10,7 @@ from minitui.tui.widgets.named import named
 from minitui.tui.widgets.rows import Row, Run, fitting
 from minitui.viewmodel.explain.cut_hits import why_ended
 from minitui.viewmodel.history.lane import Lane
-from minitui.viewmodel.hit import Hit, last_hit
+from minitui.viewmodel.requests import Hit, last_hit
 from minitui.viewmodel.view import View
 
 ROWS = 3

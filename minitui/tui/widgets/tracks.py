@@ -14,9 +14,7 @@ from textual import events
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.rows import Row, Run, Runs, fit
-from minitui.viewmodel.history.axis import Span
-from minitui.viewmodel.history.device_spans import PERHAPS
-from minitui.viewmodel.history.spans import LAUNCH_OR_WAIT, NOT_REPORTED
+from minitui.viewmodel.history.spans import LAUNCH_OR_WAIT, NOT_REPORTED, PERHAPS, Span
 
 UNKNOWN = "unknown"  # a device that does not report its time
 STEP = "step"  # the time between two arrivals

@@ -9,8 +9,7 @@ from typing import Any
 
 from engine.info import EngineInfo
 from minitui.text import count, duration, exact, listed
-from minitui.viewmodel.compare.figures import KEYS, QUANTITIES, Quantity, Value
-from minitui.viewmodel.compare.runs import Run
+from minitui.viewmodel.compare.runs import KEYS, QUANTITIES, Quantity, Run, Value
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.request_words import request_data
 
@@ -190,7 +189,7 @@ SETTINGS = {  # a fact about an engine -> its name in words
     "eviction_policy": "order of eviction", "speculation": "speculation",
     "attention": "attention", "overlap": "overlap", "tensor_parallel_size": "ranks",
 }
-CHANGED = {  # a setting -> the quantity that it is meant to change (figures.py)
+CHANGED = {  # a setting -> the quantity that it is meant to change (runs.py)
     "prefix_caching": "computed", "chunked_prefill": "gap_longest", "scheduling_policy": "steps",
     "speculation": "steps", "num_blocks": "preemptions",
 }

@@ -20,8 +20,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from minitui.text import count, ms
-from minitui.viewmodel.explain.cost_model import PLANNED, PREFILL_TOKENS, WITHOUT_PREFILL, CostModel, Windows, windows
-from minitui.viewmodel.explain.usual_times import Usual
+from minitui.viewmodel.explain.cost_model import (
+    PLANNED,
+    PREFILL_TOKENS,
+    WITHOUT_PREFILL,
+    CostModel,
+    Usual,
+    Windows,
+    windows,
+)
 from minitui.viewmodel.history.steps import StepRow, Steps
 
 TOLERANCE = 0.25  # usual variation: an excess up to this share of the expected time needs no explanation
@@ -110,10 +117,8 @@ class Explanation:
 
 
 def explain(row: StepRow, model: CostModel | None) -> Explanation | None:
-    """Returns the step's time compared with the time that the model expects; None if one of them is unknown.
-
-    Recordings of older versions have no parts, so their explanations have no causes.
-    """
+    """Returns the step's time compared with the time that the model expects; None if one of them is unknown. Recordings
+    of older versions have no parts, so their explanations have no causes."""
     if model is None or row.wall_ms is None or row.step not in model.steps:
         return None
     steps, parts = model.steps, row.parts

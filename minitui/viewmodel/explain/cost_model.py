@@ -12,7 +12,7 @@ The time is the longer of both. So the device's time and each part of the host's
 `expected` puts these together. A prefill that is launched kernel by kernel costs its launch this way, in the time of
 the step before. An engine that measures neither (vLLM) reports only when a step ended. If its steps overlap, nothing
 tells the time of a prompt from the launch of the next step: prompts then have no cost. The time of a step with prompts,
-or before one, is compared with that of other such steps (usual_times.py).
+or before one, is compared with that of other such steps (UsualTimes).
 """
 
 from __future__ import annotations
@@ -21,8 +21,72 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from minitui.viewmodel.explain.usual_times import UsualTimes
+from minitui.text import ms
 from minitui.viewmodel.history.steps import Steps
+
+LEAST_ALIKE = 5  # with fewer steps to compare with, the usual time is unknown
+SIMILAR = 2.0  # prompts are alike if the ratio of their tokens is at most this, and at least its reciprocal
+SHORT = 64  # tokens: the lengths of shorter prompts make little difference
+MOST = (10, 90)  # percentiles: most steps lie between these
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """The times of other steps with prompts in the same places."""
+
+    ms: float  # their median
+    low: float
+    high: float  # most took between `low` and `high`
+    deviation: float  # typical deviation from the median
+    steps: int
+    tokens: tuple[int, int]  # the fewest and the most prompt tokens in one of them; (0, 0): without prompts
+    before: bool  # True if they are before steps with prompts
+
+    @property
+    def where(self) -> str:
+        """Returns "before a step with prompts", or "with 40 to 90 prefill tokens" if the next has none."""
+        low, high = self.tokens
+        several = f"{low:,} to {high:,}" if high > low else f"{low:,}"
+        own = [f"with {several} prefill token{'s' * (high > 1)}"] if high else []
+        return " ".join([*own, *["before a step with prompts"] * self.before])
+
+    def __str__(self) -> str:
+        return f"{self.where} (median of {self.steps:,}, most {ms(self.low)} to {ms(self.high)} ms)"
+
+
+@dataclass(frozen=True, slots=True)
+class UsualTimes:
+    """The fitted steps, a row each, of an engine that reports only when a step ended and whose steps overlap.
+
+    A step is compared with steps that had prompts in the same places: in the step, in the next step or in both. Their
+    number in the next step matters little: in a recording of an H200, decode steps take 10 ms, before a step with 2
+    prompt tokens 23 to 38, and before one with 300, 26 to 47.
+    """
+
+    number: np.ndarray
+    own: np.ndarray  # prompt tokens of the step
+    ahead: np.ndarray  # prompt tokens of the next step, if it was planned meanwhile
+    took: np.ndarray  # ms
+
+    def of(self, step: int, own: int, ahead: int) -> Usual | None:
+        """Returns the usual time of steps like this one, without this one; None without prompts, or if there are too
+        few like it. Steps with about as many prompt tokens are preferred."""
+        if not own and not ahead:
+            return None
+        places = ((self.own > 0) == (own > 0)) & ((self.ahead > 0) == (ahead > 0)) & (self.number != step)
+        ratio = (self.own + SHORT) / (own + SHORT)
+        alike = places & (ratio <= SIMILAR) & (ratio >= 1 / SIMILAR)
+        if alike.sum() < LEAST_ALIKE:
+            alike = places
+        if alike.sum() < LEAST_ALIKE:
+            return None
+        took, tokens = self.took[alike], self.own[alike]
+        median, (low, high) = float(np.median(took)), np.percentile(took, MOST)
+        deviation = 1.4826 * float(np.median(np.abs(took - median)))
+        return Usual(
+            median, float(low), float(high), deviation, len(took), (int(tokens.min()), int(tokens.max())), ahead > 0
+        )
+
 
 ROUNDS = 6  # number of times that the errors are weighted again
 FIRST_SPREAD = 0.03  # relative error of a time, before the first fit tells it
@@ -54,10 +118,8 @@ class Fit:
 
 def robust(work: np.ndarray, took: np.ndarray, prior: np.ndarray | None = None) -> Fit:
     """Returns the costs of work [n, features] that took these times [n], by iteratively reweighted least squares.
-
     `prior`: combinations [k, features] of costs that are 0 unless the times tell otherwise: each in units of the error
-    of all times together.
-    """
+    of all times together."""
     scale = np.maximum(work.max(axis=0), 1.0)
     scaled = work / scale
     # Minimise relative errors: a prefill of 60 ms may deviate more than a decode step of 3 ms.
@@ -91,9 +153,7 @@ def unseen(work: np.ndarray) -> np.ndarray:
 
 def _non_negative(work: np.ndarray, took: np.ndarray) -> np.ndarray:
     """Returns least-squares coefficients, none negative: drops the lowest and solves again while any is negative.
-
-    Solves the normal equations: with a thousand steps and seven features, this takes a tenth of the time.
-    """
+    Solves the normal equations: with a thousand steps and seven features, this takes a tenth of the time."""
     active = np.flatnonzero(work.any(axis=0))
     products, sums = work.T @ work, work.T @ took
     cost = np.zeros(work.shape[1])
@@ -129,10 +189,8 @@ PLANNED = ("plan", "launch")
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """What host and device did in some steps; the arrays have a row for each step, and times in ms.
-
-    The window of step k is the time from the results of step k-1 to the results of step k.
-    """
+    """What host and device did in some steps; the arrays have a row for each step, and times in ms. The window of step
+    k is the time from the results of step k-1 to the results of step k."""
 
     number: np.ndarray  # of the step
     work: np.ndarray  # [n, FEATURES] of the step

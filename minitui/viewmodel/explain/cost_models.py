@@ -33,11 +33,9 @@ MODELS_KEPT = 300
 
 
 class Fitted:
-    """The model of the steps up to `until`.
-
-    A step that was fitted and has much weight in the model would explain itself: its expected time would be the time
-    that it took. So each such step has a model without this step. A model has at most 8 costs, so it has few of these.
-    """
+    """The model of the steps up to `until`. A step that was fitted and has much weight in the model would explain
+    itself: its expected time would be the time that it took. So each such step has a model without this step. A model
+    has at most 8 costs, so it has few of these."""
 
     def __init__(self, steps: Steps, until: int) -> None:
         self.until = until

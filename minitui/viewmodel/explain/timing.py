@@ -74,10 +74,8 @@ class Timings:
 
 
 def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent: int = 8) -> Timings:
-    """Returns the timings of the last WINDOW_SECONDS of step time up to step `horizon`.
-
-    Only time inside steps counts: a long pause does not empty the window.
-    """
+    """Returns the timings of the last WINDOW_SECONDS of step time up to step `horizon`. Only time inside steps counts:
+    a long pause does not empty the window."""
     last = steps.get(horizon)
     while last is not None and last.wall_ms is None:  # the timing of this step has not arrived
         last = steps.get(last.step - 1)

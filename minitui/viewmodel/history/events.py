@@ -42,11 +42,9 @@ class Event(NamedTuple):
 
 
 class Events:
-    """The last `kept` events, never merged. The text of an event is made when it is shown.
-
-    Events are kept as plain tuples of numbers and texts: the garbage collector does not visit such tuples, but would
-    visit each Event of a ring that changes thousands of times per second.
-    """
+    """The last `kept` events, never merged. The text of an event is made when it is shown. Events are kept as plain
+    tuples of numbers and texts: the garbage collector does not visit such tuples, but would visit each Event of a ring
+    that changes thousands of times per second."""
 
     def __init__(self, kept: int = EVENTS_KEPT) -> None:
         self._items: deque[tuple[Any, ...]] = deque(maxlen=kept)  # the fields of each Event

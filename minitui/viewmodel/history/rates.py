@@ -13,11 +13,8 @@ BUCKETS_KEPT = 2048
 
 
 class Rates:
-    """Sums per quarter of a second of working time.
-
-    Working time stops while the engine is paused and excludes the delay of slow motion, so pauses and slow motion do
-    not lower the rates.
-    """
+    """Sums per quarter of a second of working time. Working time stops while the engine is paused and excludes the
+    delay of slow motion, so pauses and slow motion do not lower the rates."""
 
     # Of new requests, "cached" prompt tokens came from the cache and "missed" were computed. "resumed": the tokens that
     # requests took from the cache again after a preemption. "prefill": all tokens of prompts and of resumed requests.
@@ -135,10 +132,8 @@ class Rates:
         self._pace = factor
 
     def series(self, name: str, n: int, end: int | None = None) -> np.ndarray:
-        """Returns the `n` buckets before bucket `end`, oldest first; 0 for missing buckets.
-
-        Without `end`, returns the buckets before the bucket that is being filled.
-        """
+        """Returns the `n` buckets before bucket `end`, oldest first; 0 for missing buckets. Without `end`, returns the
+        buckets before the bucket that is being filled."""
         end = self.bucket if end is None else min(end, self.bucket + 1)
         n = min(n, BUCKETS_KEPT - 1)
         first = end - n

@@ -6,7 +6,7 @@ The waterfall (tui/widgets/inspect/waterfall.py) and the export for Perfetto (ex
               n+1 before step n arrives. Recordings of vLLM and of older versions have no "parts" records: what the host
               did between two steps is then "not reported". vLLM does not report its launches either: the time from a
               plan to the next results is then "launch or wait", which the records do not separate
-    device    when it computed which step, see device_spans.py. A device that does not report its time has no spans
+    device    when it computed which step, see `Timeline.device`. A device that does not report its time has no spans
     pauses    garbage collection, delays by other programs, and stops by a signal. The records give their lengths but
               not their places, so the pauses of a step end where the step ends
     requests  queued, prefill (a span for each chunk), decode, preempted and finished
@@ -14,11 +14,12 @@ The waterfall (tui/widgets/inspect/waterfall.py) and the export for Perfetto (ex
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
-from minitui.viewmodel.history.axis import Axis, Span, arrival, ended
-from minitui.viewmodel.history.device_spans import device_spans
 from minitui.viewmodel.history.lane import DECODING, FINISHED, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.viewmodel.history.steps import GATE_SHOWN, PARTS, StepRow, Steps
 
@@ -29,8 +30,111 @@ REQUESTS = {QUEUED: "queued", PREFILLING: "prefill", DECODING: "decode", PREEMPT
 NOISE = 0.1  # ms: the time between two records may differ by this much from the sum of the measured parts
 
 
-class Timeline(Axis):
-    """The spans of a history of steps, up to step `horizon`. Each method computes only the spans that it returns."""
+class Span(NamedTuple):
+    """Something that lasted from `begin` to `end`, in ms on the axis; "stop", "preempted" and "finished" are moments.
+    `kind`: one of HOST, PAUSES or REQUESTS; for the device "decode", "mixed", "prefill" or "perhaps"; "step" for a
+    whole step."""
+
+    kind: str
+    step: int  # the step that the work is for
+    begin: float
+    end: float
+    ms: float  # the measured time; the span is shorter if the axis is shortened or a neighbour covers a part
+    tokens: int = 0  # prompt tokens of a chunk
+
+
+class Timeline:
+    """The spans of a history of steps, up to step `horizon`. Each method computes only the spans that it returns. The
+    axis is the engine's time in ms, except that long delays by pauses and slow motion, and long times without work, are
+    shortened (GATE_SHOWN, IDLE_SHOWN in steps.py). `Span.ms` is the time that the engine measured."""
+
+    def __init__(self, steps: Steps, horizon: int) -> None:
+        self.steps = steps
+        self._known: dict[int, StepRow | None] = {}
+        self.first = max(steps.first, 0)
+        last = self._timed_before(horizon + 1)
+        self.last = -1 if last is None else last.step  # the last step whose times are known; -1: none
+
+    def row(self, step: int) -> StepRow | None:
+        """Returns a step; None if it is not kept."""
+        if step not in self._known:
+            self._known[step] = self.steps.get(step)
+        return self._known[step]
+
+    @property
+    def end(self) -> float:
+        """The end of the last step; 0 without steps."""
+        row = self.row(self.last)
+        return 0.0 if row is None else ended(row)
+
+    @property
+    def begin(self) -> float:
+        """The begin of the first step that is kept; 0 without steps."""
+        row = self.row(self.first)
+        return 0.0 if row is None else self.planned(self.first) - (row.plan_ms or 0.0)
+
+    def at(self, t: float) -> float:
+        """Returns the place of an engine time, in seconds, on the axis."""
+        return self._place(t, self.steps.since(t, self.steps.last)) if self.steps.last >= 0 else t * 1e3
+
+    def clock(self, place: float) -> float:
+        """Returns the engine time, in seconds, of a place on the axis: with the time that the axis leaves out."""
+        kept = range(self.first, self.last + 1)
+        row = self.row(max(self.first, self.first + bisect_right(kept, place, key=self.planned) - 1))
+        return (place + (0.0 if row is None else row.cut_ms)) / 1e3
+
+    def planned(self, step: int) -> float:
+        """Returns the moment at which a kept step was planned. Before the first step: its moment; later: the end."""
+        step = max(step, self.first)
+        row = self.row(step)
+        return self.end if row is None else self._place(row.t, step)
+
+    def _place(self, t: float, step: int) -> float:
+        """Returns the place of an engine time; `step`: the first step that was planned at `t` or later."""
+        before, row = self._timed_before(step), self.row(step)
+        while before is not None and t < (before.ended or 0.0):  # planned while earlier steps ran
+            before, row = self._timed_before(before.step), before
+        while row is not None and row.ended is None and row.step < self.last:  # a failed step has no times
+            row = self.row(row.step + 1)
+        place = t * 1e3
+        if row is None or row.ended is None or before is None:
+            known = row or before
+            return place - (0.0 if known is None else known.cut_ms)
+        if row.t < (before.ended or 0.0):  # between the ends of both steps, the axis has one slope
+            share = (t - (before.ended or 0.0)) / max(row.ended - (before.ended or 0.0), 1e-9)
+            return ended(before) + share * (ended(row) - ended(before))
+        # In a shortened time, the axis stands still until the step begins.
+        return max(place - row.cut_ms, min(place - before.cut_ms, arrival(row) - (row.wall_ms or 0.0)))
+
+    def arrived(self, step: int) -> float:
+        """Returns the moment at which a step's results arrived; of an unknown step, as `planned`."""
+        row = self.row(step)
+        return self.planned(step) if row is None or row.ended is None else arrival(row)
+
+    def steps_between(self, begin: float, end: float, most: int) -> tuple[int, int]:
+        """Returns the first and the last step with spans between two places; only the last `most` of these steps."""
+        kept = range(self.first, self.last + 1)
+        last = min(self.last, self.first + bisect_right(kept, end, key=self.planned) + 1)
+        first = self.first + bisect_right(kept, begin, key=self.planned) - 2
+        return max(first, self.first, last - most + 1), last
+
+    def _timed_before(self, step: int) -> StepRow | None:
+        """Returns the last step before `step` whose times are known. A failed step has no times."""
+        row = self.row(step - 1)
+        while row is not None and row.ended is None:
+            row = self.row(row.step - 1)
+        return row
+
+    def rows(self, first: int, last: int) -> Iterator[tuple[StepRow | None, StepRow]]:
+        """Yields (the timed step before, the step) for the timed steps from `first` to `last`."""
+        before = self._timed_before(first)
+        for step in range(first, min(last, self.last) + 1):
+            row = self.row(step)
+            if row is not None and row.ended is not None:
+                yield before, row
+                before = row
+
+    # ---- spans
 
     def arrivals(self, first: int, last: int) -> list[Span]:
         """Returns the time of each step: from the arrival of the step before, or from its begin after idle time."""
@@ -45,10 +149,8 @@ class Timeline(Axis):
         return spans
 
     def host(self, first: int, last: int) -> list[Span]:
-        """Returns what the host did from the commit of the step before `first` to the commit of step `last`.
-
-        No two spans overlap.
-        """
+        """Returns what the host did from the commit of the step before `first` to the commit of step `last`. No two
+        spans overlap."""
         spans: list[Span] = []
         until = float("-inf")
         for before, row in self.rows(first, last):
@@ -66,10 +168,8 @@ class Timeline(Axis):
         return spans
 
     def _measured(self, before: StepRow | None, row: StepRow, ahead: StepRow | None) -> list[Span]:
-        """Returns the host's measured parts from the commit of the step `before` to the arrival of the step.
-
-        `ahead`: the next step, if the host planned it before this step arrived.
-        """
+        """Returns the host's measured parts from the commit of the step `before` to the arrival of the step. `ahead`:
+        the next step, if the host planned it before this step arrived."""
         parts = row.parts
         assert parts is not None
         gate = min(parts.gate, GATE_SHOWN)
@@ -98,10 +198,8 @@ class Timeline(Axis):
         return spans
 
     def _derived(self, before: StepRow | None, row: StepRow, ahead: StepRow | None) -> list[Span]:
-        """Returns the same as `_measured` for a recording without parts, from the moments of the steps.
-
-        After a launch, the host waits. What it does between two steps is not known.
-        """
+        """Returns the same as `_measured` for a recording without parts, from the moments of the steps. After a launch,
+        the host waits. What it does between two steps is not known."""
         spans: list[Span] = []
         at, left_out = (None, 0.0) if before is None else (ended(before), row.cut_ms - before.cut_ms)
         planned_here = before is None or row.t >= (before.ended or 0.0)
@@ -123,8 +221,36 @@ class Timeline(Axis):
         return [*spans, Span(rest, row.step, at, arrival(row), arrival(row) - at)]
 
     def device(self, first: int, last: int) -> list[Span]:
-        """Returns the steps on the device, see device_spans.py. No two spans overlap."""
-        return device_spans(self, first, last)
+        """Returns the spans of the steps from `first` to `last` whose device times are known. No two spans overlap.
+
+        A record has a step's time on the device, but not where it began. What is known: a device computes the steps in
+        order. It begins a step while the host launches it; if the step before has not ended then, when that ends. The
+        results arrive on the host when the step has ended. If the host waited for them, the step ended at this moment;
+        a pause of the host may have extended its wait. So the end of a step lies between two moments. If these are not
+        the same, the device was busy with the step for sure only in a part of this time; the rest is PERHAPS.
+        """
+        spans: list[Span] = []
+        until = float("-inf")
+
+        def add(kind: str, row: StepRow, begin: float, end: float) -> None:
+            nonlocal until
+            if end > (begin := max(begin, until)):
+                spans.append(Span(kind, row.step, begin, end, row.device_ms or 0.0))
+                until = end
+
+        ends = _ends(self, first, last)
+        for _, row in self.rows(first, last):
+            if not row.device_ms:
+                continue
+            earliest, latest = ends[row.step]
+            launched = self.planned(row.step)
+            if latest - earliest <= PRECISE:
+                earliest = latest = (earliest + latest) / 2
+            sure = max(latest - row.device_ms, launched)  # until the earliest end, the device was busy with it
+            add(PERHAPS, row, max(earliest - row.device_ms, launched), min(sure, latest))
+            add(row.kind, row, sure, earliest)
+            add(PERHAPS, row, max(sure, earliest), latest)
+        return spans
 
     def pauses(self, first: int, last: int) -> list[Span]:
         """Returns the pauses of the host, with their ends at the arrival of their step."""
@@ -180,6 +306,97 @@ class Timeline(Axis):
                 if place <= now:
                     spans.append(Span(REQUESTS[code], begun, place, place, 0.0))
         return spans
+
+
+def ended(row: StepRow) -> float:
+    """Returns the end of a timed step: its commit."""
+    return (row.ended or 0.0) * 1e3 - row.cut_ms
+
+
+def arrival(row: StepRow) -> float:
+    """Returns the moment at which the results of a timed step arrived on the host."""
+    return ended(row) - (row.commit_ms or 0.0)
+
+
+PERHAPS = "perhaps"  # the kind of a span in which the device may have computed the step
+WAITED = 0.1  # ms: a shorter wait is the cost of asking the device
+PRECISE = 0.25  # ms: if the two moments are not further apart, the step is drawn with its end between them
+CHAIN = 64  # steps: the longest run of steps whose ends may follow from each other
+
+
+class End(NamedTuple):
+    """The earliest and the latest end of a step on the device, in ms on the axis."""
+
+    earliest: float
+    latest: float
+
+
+def _ends(axis: Timeline, first: int, last: int) -> dict[int, End]:
+    """Returns the ends of the steps from `first` to `last`, and of steps beside them that these depend on."""
+    while first > axis.first and _follows(axis, first) and not _seen(axis, first - 1):
+        first -= 1
+    while last < axis.last and _follows(axis, last + 1) and not _seen(axis, last):
+        last += 1
+    ends: dict[int, End] = {}
+    rows = [row for _, row in axis.rows(first, last)]
+    for row in rows:
+        ends[row.step] = _end(axis, row, ends)
+    for row in reversed(rows):  # a step has ended when the next one begins
+        following = ends.get(row.step + 1)
+        if following is not None and _follows(axis, row.step + 1) and not _seen(axis, row.step):
+            after = axis.row(row.step + 1)
+            latest = following.latest - ((after.device_ms if after is not None else None) or 0.0)
+            earliest = ends[row.step].earliest
+            ends[row.step] = End(earliest, max(earliest, min(latest, ends[row.step].latest)))
+    return ends
+
+
+def _end(axis: Timeline, row: StepRow, ends: dict[int, End]) -> End:
+    """Returns the end of a step, from its own record and the ends of the steps before it."""
+    arrived, computed = arrival(row), row.device_ms or 0.0
+    begin = axis.planned(row.step)
+    launched = arrived if row.launch_ms is None else begin + row.launch_ms
+    before = axis.row(row.step - 1)
+    if before is not None and before.ended is not None and axis.steps.planned_ahead(row.step):
+        known = ends.get(before.step) if _follows(axis, row.step) else None
+        if known is None:
+            known = End(arrival(before) if _seen(axis, before.step) else begin, arrival(before))
+        begin, launched = max(begin, known.earliest), max(launched, known.latest)
+    if (waited := _waited(axis, row)) is not None:
+        return End(max(min(begin + computed, arrived), arrived - waited), arrived)
+    latest = min(arrived, launched + computed)
+    return End(min(begin + computed, latest), latest)
+
+
+def _follows(axis: Timeline, step: int) -> bool:
+    """True if the step was launched before the results of the step before it arrived, on an axis that is not
+    shortened there."""
+    row, before = axis.row(step), axis.row(step - 1)
+    if row is None or before is None or before.ended is None or step % CHAIN == 0:
+        return False
+    return axis.steps.planned_ahead(step) and row.cut_ms == before.cut_ms
+
+
+def _seen(axis: Timeline, step: int) -> bool:
+    """True if the host's wait shows when the step ended."""
+    row = axis.row(step)
+    return row is not None and row.ended is not None and _waited(axis, row) == 0
+
+
+def _waited(axis: Timeline, row: StepRow) -> float | None:
+    """Returns how long the step may have ended before its arrival, in ms: the pauses of a host that waited for the
+    step. None if the host did not wait, or if this is unknown."""
+    parts = row.parts
+    if parts is None:
+        following = axis.row(row.step + 1) if axis.steps.planned_ahead(row.step + 1) else None
+        last = row if following is None or following.plan_ms is None else following
+        if last.launch_ms is None:
+            return None
+        return 0.0 if arrival(row) - axis.planned(last.step) - last.launch_ms > WAITED else None
+    pauses = parts.gc + (parts.delayed or 0.0)
+    # If no next step was found, the search for it is in `wait`. It takes at most as long as planning a step.
+    search = 0.0 if axis.steps.planned_ahead(row.step + 1) else row.plan_ms or 0.0
+    return pauses if parts.wait - pauses - search > WAITED else None
 
 
 @dataclass(frozen=True, slots=True)

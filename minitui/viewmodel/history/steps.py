@@ -22,10 +22,8 @@ PARTS = ("commit", "emit", "gate", "plan", "launch", "wait")  # parts of the hos
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """The host's time, in ms, by kind of work, and its interruptions.
-
-    The time begins when the results of the previous step arrive, or when the idle engine gets work.
-    """
+    """The host's time, in ms, by kind of work, and its interruptions. The time begins when the results of the previous
+    step arrive, or when the idle engine gets work."""
 
     commit: float
     emit: float
@@ -252,10 +250,8 @@ class Steps(Reader):
         self._bucket[step % self.capacity] = bucket
 
     def _cut_axis(self, step: int, i: int) -> None:
-        """Shorten the time without work before this step on the axis; count a pause or slow motion as paused.
-
-        A replay in slow motion delays every record, so steps that overlap are then apart by more than their times.
-        """
+        """Shorten the time without work before this step on the axis; count a pause or slow motion as paused. A replay
+        in slow motion delays every record, so steps that overlap are then apart by more than their times."""
         before, self._timed = self._timed, step
         parts = self._parts
         wait = parts["wait"][i]

@@ -105,10 +105,8 @@ class TokenTimes:
         return flight[max(0, lane.output_tokens - tokens) :]
 
     def running(self, lane: Lane, horizon: int, more_ms: float) -> Gap | None:
-        """Returns the gap since the last token of a request that has not finished; None without a gap.
-
-        `more_ms`: the time since the results of step `horizon` or of the last step before it.
-        """
+        """Returns the gap since the last token of a request that has not finished; None without a gap. `more_ms`: the
+        time since the results of step `horizon` or of the last step before it."""
         found = self.arrivals(lane, horizon)
         _, times = self.clock(max(self.first, horizon - IN_FLIGHT), horizon)
         if not len(found) or not len(times):

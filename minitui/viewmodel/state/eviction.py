@@ -15,11 +15,9 @@ PRESSURE_BLOCKS, PRESSURE_SHARE = 4, 0.05  # a pool is under pressure from this 
 
 
 class EvictionOrder:
-    """The nodes that no request holds, in the order in which the engine evicts them, in one state.
-
-    As in the engine, the leaf with the smallest age comes next, and a node becomes a leaf with its last child. Without
-    nodes if the order is not known.
-    """
+    """The nodes that no request holds, in the order in which the engine evicts them, in one state. As in the engine,
+    the leaf with the smallest age comes next, and a node becomes a leaf with its last child. Without nodes if the order
+    is not known."""
 
     def __init__(self, state: State) -> None:
         _, age, self.is_known = RECORDED_POLICIES[state.eviction_policy]

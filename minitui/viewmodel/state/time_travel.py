@@ -57,19 +57,17 @@ class PastStates:
         newest = self._keyframes[-1].state
         if annotated.state.seq - newest.seq >= self.every and annotated.state.t - newest.t >= KEYFRAME_SECONDS:
             self._keyframes.append(annotated.copy())
-        while len(self._keyframes) > 1 and self._first_keyframe_expired(annotated):
+        while len(self._keyframes) > 1:
+            second = self._keyframes[1].state
+            since, old = annotated.state.seq - second.seq, annotated.state.t - second.t > KEPT_SECONDS
+            if not (since > self.kept or (since > self.every and old)):
+                break  # the records before the second keyframe are still kept
             self._keyframes.popleft()
             seq = self._keyframes[0].state.seq
             while self._segments and self._segments[0][1] <= seq:
                 self._segments.popleft()
             while self._packets and self._packets[0][1] <= seq:
                 self._packets.popleft()
-
-    def _first_keyframe_expired(self, annotated: AnnotatedState) -> bool:
-        """True if the records before the second keyframe can be dropped."""
-        second = self._keyframes[1].state
-        since = annotated.state.seq - second.seq
-        return since > self.kept or (since > self.every and annotated.state.t - second.t > KEPT_SECONDS)
 
     def _compress(self, before: float) -> None:
         """Compress one segment of packets whose records are all older than the engine time `before`, if there are

@@ -19,7 +19,7 @@ from minitui.viewmodel.history.events import Event, looked_up
 from minitui.viewmodel.history.lane import DECODING, Lane
 from minitui.viewmodel.history.steps import StepRow
 from minitui.viewmodel.view import View
-from minitui.viewmodel.words.page_words import page_sentences
+from minitui.viewmodel.words.texts import page_sentences
 
 NAMED = 3  # a sentence names at most this many requests; the others are only counted
 FINISHES = {
@@ -35,9 +35,15 @@ def narrate(view: View, step: int) -> str:
         return ""
     events = view.history.events.of_step(step)
     admitted = {event.request for event in events if event.kind == "admit"}
+    failed = [event.record.error for event in events if event.kind == "fail"]
+    waiting = [f"r{event.request} waits for {event.record.reason}." for event in events if event.kind == "wait"]
+    pages = [event.record for event in view.history.pages.of_step(step)]
     sentences = [
-        *_failures(events), *_preemptions(events), *_admissions(view, row, events), *_evictions(view, events),
-        *computed(view, row, admitted), *_pages(view, step), *_waiting(events), *_finishes(events),
+        *(f"The step failed ({error}); its requests finish with this error." for error in failed),
+        *_preemptions(events), *_admissions(view, row, events), *_evictions(view, events),
+        *computed(view, row, admitted),
+        *page_sentences(pages, [pool.group for pool in view.history.live.state.groups]), *waiting[-1:],
+        *_finishes(events),
     ]
     if sentences and (why := why_long(view, row)):
         took = took_words(row)
@@ -63,11 +69,6 @@ def notable(view: View, step: int) -> bool:
     """True if the step did more than decode."""
     row = view.history.steps.get(step)
     return row is not None and bool(row.chunks or view.history.events.of_step(step))
-
-
-def _failures(events: list[Event]) -> list[str]:
-    failed = [event for event in events if event.kind == "fail"]
-    return [f"The step failed ({event.record.error}); its requests finish with this error." for event in failed]
 
 
 def _preemptions(events: list[Event]) -> list[str]:
@@ -209,10 +210,8 @@ def _drafts(row: StepRow) -> list[str]:
 
 
 def _new_blocks(view: View, row: StepRow, decoding: list[int]) -> str:
-    """Returns the end of the sentence on decodes: which requests, or how many, start a new block.
-
-    Empty unless the picture shows this step.
-    """
+    """Returns the end of the sentence on decodes: which requests, or how many, start a new block. Empty unless the
+    picture shows this step."""
     if view.moment.horizon != row.step or not view.moment.exact:
         return ""
     state = view.moment.shown.state
@@ -229,16 +228,6 @@ def _new_blocks(view: View, row: StepRow, decoding: list[int]) -> str:
     if len(decoding) == 1:
         return f", the first token of block {begun[0][1]}"
     return "; " + listed([f"r{id} starts block {block}" for id, block in begun])
-
-
-def _pages(view: View, step: int) -> list[str]:
-    """Returns a sentence for each side group of which pages or slots changed hands."""
-    records = [event.record for event in view.history.pages.of_step(step)]
-    return page_sentences(records, [pool.group for pool in view.history.live.state.groups])
-
-
-def _waiting(events: list[Event]) -> list[str]:
-    return [f"r{event.request} waits for {event.record.reason}." for event in events if event.kind == "wait"][-1:]
 
 
 def _finishes(events: list[Event]) -> list[str]:

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from minitui.text import count, exact, ms
-from minitui.viewmodel.explain.first_token_reason import explain_first_token
-from minitui.viewmodel.explain.stalls import Reason, explain_gap, in_words
+from minitui.viewmodel.explain.stalls import Reason, explain_first_token, explain_gap, in_words
 from minitui.viewmodel.history.events import paused_words
 from minitui.viewmodel.history.lane import Gap, Lane
 from minitui.viewmodel.requests import RequestFigures, Requests

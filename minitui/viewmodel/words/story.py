@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from engine.trace.views import NodeView
 from engine.trace.waste import copies_of
 from minitui.text import count, listed, ms, ranges
 from minitui.viewmodel.explain.cut_hits import why_ended
@@ -36,6 +37,12 @@ class Story:
 
     def tell(self, label: str, text: str) -> None:
         self.lines.append((label, text))
+
+    def tell_all(self, label: str, texts: Sequence[str]) -> None:
+        """Add a line for each of the first LISTED texts; the label is that of the first."""
+        self.lines += [("" if i else label, text) for i, text in enumerate(texts[:LISTED])]
+        if len(texts) > LISTED:
+            self.tell("", f"and {len(texts) - LISTED:,} more")
 
 
 def tell(view: View, kind: str, id: Any) -> Story:
@@ -92,11 +99,11 @@ def _request(view: View, id: int) -> Story:
     if request is not None and request.table:
         shared = [block for block in request.table if state.holders[block] > 1]
         story.tell("blocks", f"{count(len(request.table), 'block')} of {size} tokens, {len(shared)} shared")
-        path = list(state.path(request.node))[::-1]
-        for i, node in enumerate(path):
-            role, text = view.moment.tree.text(state, node, view.texts.decode)
-            about = f"node {node.id} · {len(node.ids):,} tokens · {role} {quoted(text, 60)}"
-            story.tell("path" if i == 0 else "", about)
+        path = [
+            f"node {node.id} · {len(node.ids):,} tokens · {_node_text(view, node, 60)}"
+            for node in list(state.path(request.node))[::-1]
+        ]
+        story.lines += [("" if i else "path", text) for i, text in enumerate(path)]
         private = len(request.table) - request.shared_blocks
         if private:
             why = "not full, or with tokens not known yet"
@@ -151,8 +158,7 @@ def _block(view: View, block: int) -> Story:
         index = node.blocks.index(state.original_of(block))
         text = view.texts.decode(node.ids[index * size : (index + 1) * size])
         story.tell("tokens", quoted(without_markup(text), QUOTED))
-        role, begins = view.moment.tree.text(state, node, view.texts.decode)
-        story.tell("node", f"{node_id}: block {index + 1} of {len(node.blocks)} · {role} {quoted(begins, 60)}")
+        story.tell("node", f"{node_id}: block {index + 1} of {len(node.blocks)} · {_node_text(view, node, 60)}")
         if block in state.pending:
             step = f"step {state.pending[block]:,}"
             story.tell("pending", f"{step} is writing this block; other requests may already share it")
@@ -182,13 +188,18 @@ _HAPPENED = {  # kind of record -> what happened to the block
 }
 
 
+def _node_text(view: View, node: NodeView, most: int) -> str:
+    """Returns the role and the beginning of a node's text."""
+    role, text = view.moment.tree.text(view.moment.shown.state, node, view.texts.decode)
+    return f"{role} {quoted(text, most)}"
+
+
 def _node(view: View, id: int) -> Story:
     shown = view.moment.shown
     node = shown.state.nodes.get(id)
     if node is None:
         return Story(f"Node {id}", [("", "no longer in the tree")])
-    role, text = view.moment.tree.text(shown.state, node, view.texts.decode)
-    story = Story(f"Node {id} · {role} {quoted(text, 40)}")
+    story = Story(f"Node {id} · {_node_text(view, node, 40)}")
     blocks = count(len(node.blocks), "block")
     story.tell("size", f"{count(len(node.ids), 'token')} in {blocks}: {ranges(node.blocks)}")
     users = shown.users_of(id)
@@ -220,17 +231,17 @@ def _step(view: View, step: int) -> Story:
     drafts = f"{count(row.drafted, 'draft')}, " if row.drafted else ""
     parts = f"{count(row.decodes, 'decode')}, {drafts}{row.prefill_tokens:,} prefill"
     story.tell("tokens", f"{row.tokens:,} of {view.moment.shown.state.budget:,}: {parts}")
-    for i, (request, start, n, samples) in enumerate(row.chunks[:LISTED]):
+    chunks = []
+    for request, start, n, samples in row.chunks:
         lane = view.history.lanes.lanes.get(request)
         total = lane.prefill_of(step, start + n, samples) if lane is not None else None
-        of = f" of {total:,}" if total is not None else ""
-        done = "; samples a token" if samples else ""
-        story.tell("prefill" if i == 0 else "", f"r{request}: tokens {start:,} to {start + n - 1:,}{of}{done}")
-    _tell_more(story, len(row.chunks))
-    for i, (request, drafted, accepted) in enumerate(row.drafts[:LISTED]):
-        result = "" if accepted < 0 else f", {accepted} accepted"
-        story.tell("drafts" if i == 0 else "", f"r{request}: {count(drafted, 'token')}{result}")
-    _tell_more(story, len(row.drafts))
+        of, done = f" of {total:,}" if total is not None else "", "; samples a token" if samples else ""
+        chunks.append(f"r{request}: tokens {start:,} to {start + n - 1:,}{of}{done}")
+    story.tell_all("prefill", chunks)
+    story.tell_all("drafts", [
+        f"r{request}: {count(drafted, 'token')}" + (f", {accepted} accepted" if accepted >= 0 else "")
+        for request, drafted, accepted in row.drafts
+    ])
     if row.took_ms is not None:
         why = why_slow(row, view.models.of(step), always=True) or UNKNOWN_TIME
         story.tell("took", f"{took_words(row)}; {why}")
@@ -249,9 +260,7 @@ def _step(view: View, step: int) -> Story:
         story.tell("exchange", f"{ms(row.comm_ms)} ms between {view.history.steps.ranks} ranks, waiting included")
     story.tell("waiting", _waiting(view, row))
     events = view.history.events.of_step(step)
-    for i, event in enumerate(events[:LISTED]):
-        story.tell("events" if i == 0 else "", f"{event.kind}: {view.texts.event(event)}")
-    _tell_more(story, len(events))
+    story.tell_all("events", [f"{event.kind}: {view.texts.event(event)}" for event in events])
     return story
 
 
@@ -264,8 +273,3 @@ def _waiting(view: View, row: StepRow) -> str:
     queue = len(state.queue)
     now = f"{len(state.requests) - queue:,} running, {queue:,} waiting"
     return f"{text} when this step was planned; after the plan of step {ahead:,}, as in the panels: {now}"
-
-
-def _tell_more(story: Story, number: int) -> None:
-    if number > LISTED:
-        story.tell("", f"and {number - LISTED:,} more")

@@ -10,8 +10,7 @@ from minitui.tui.widgets.rows import Row, Run, Runs, fitting
 from minitui.tui.widgets.tracks import Scale, track
 from minitui.viewmodel.explain.limits import OtherPrograms
 from minitui.viewmodel.explain.timing import Timings
-from minitui.viewmodel.history.axis import Span
-from minitui.viewmodel.history.spans import Timeline
+from minitui.viewmodel.history.spans import Span, Timeline
 from minitui.viewmodel.view import View
 
 LABEL = 13  # cells

@@ -25,9 +25,8 @@ from minitui.tui.widgets.inspect.waterfall_texts import (
 )
 from minitui.tui.widgets.rows import Row, Runs, fit
 from minitui.tui.widgets.tracks import SCALES, UNKNOWN, AxisPanel, Scale, number, numbered, ruler, track
-from minitui.viewmodel.history.device_spans import PERHAPS
 from minitui.viewmodel.history.lane import Lane
-from minitui.viewmodel.history.spans import Span, Timeline
+from minitui.viewmodel.history.spans import PERHAPS, Span, Timeline
 from minitui.viewmodel.view import View
 
 MOST_STEPS = 200  # the most steps in sight

@@ -11,8 +11,7 @@ from minitui.tui.widgets.named import named
 from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, legend, runs_width
 from minitui.tui.widgets.tracks import STYLES, UNKNOWN, mark
 from minitui.viewmodel.explain.timing import why_slow
-from minitui.viewmodel.history.device_spans import PERHAPS
-from minitui.viewmodel.history.spans import HOST, LAUNCH_OR_WAIT, NOT_REPORTED, REQUESTS, Span, parts_of
+from minitui.viewmodel.history.spans import HOST, LAUNCH_OR_WAIT, NOT_REPORTED, PERHAPS, REQUESTS, Span, parts_of
 from minitui.viewmodel.history.steps import PARTS, StepRow, Steps
 from minitui.viewmodel.view import View
 
