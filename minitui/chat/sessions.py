@@ -385,7 +385,7 @@ class Saver:
 
     def _write(self, store: Store, session: Session, first: int) -> None:
         """Writes the chat and its messages from position `first` on. If `first` is 0, also deletes removed messages."""
-        with store.file.together():
+        with store.together():
             store.save_chat(session)
             for position, message in list(enumerate(session.messages))[first:]:
                 store.save_message(session.id, position, message)

@@ -67,78 +67,6 @@ class StoreError(EngineError):
     """The chat file cannot be used; the message says what to do."""
 
 
-class ChatFile:
-    """An open chat file. Every statement is committed at once (except within `together`)."""
-
-    def __init__(self, path: Path | str) -> None:
-        """Opens or creates the file at `path` and updates its schema. ":memory:" uses memory instead of a file. Raises
-        StoreError if the file is from a newer minitui or is not a database."""
-        self.path = path
-        end = time.monotonic() + OPEN_S
-        try:
-            while not self._open_file(last=time.monotonic() > end):
-                time.sleep(0.01)
-        except sqlite3.Error as error:
-            raise StoreError(f"{path} cannot be used as a chat file: {error}. {_advice(error)}") from None
-
-    def _open_file(self, last: bool) -> bool:
-        """Opens the file. If another process has locked it, returns False, or raises on the `last` attempt."""
-        # isolation_level=None: each statement is a transaction. WAL: readers in other processes do not block writers.
-        self._db = sqlite3.connect(self.path, isolation_level=None, timeout=OPEN_S)
-        try:
-            self._db.execute("BEGIN IMMEDIATE")  # so that only one process creates the tables
-            self._migrate()
-            self._db.execute("COMMIT")
-            self._db.execute("PRAGMA journal_mode = WAL")  # fails at once if the file is locked: it ignores the timeout
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.execute("PRAGMA foreign_keys = ON")
-            self._db.execute(f"PRAGMA busy_timeout = {PATIENCE_MS}")
-            return True
-        except sqlite3.Error as error:
-            self._db.close()
-            if last or getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY:
-                raise
-            return False
-
-    @property
-    def version(self) -> int:
-        """The schema's version, as written in the file."""
-        return int(self._db.execute("PRAGMA user_version").fetchone()[0])
-
-    def _migrate(self) -> None:
-        if self.version > len(MIGRATIONS):
-            raise StoreError(
-                f"{self.path} has schema version {self.version}; this minitui supports up to {len(MIGRATIONS)}: "
-                "update minitui, or set MINITUI_DATA to another directory."
-            )
-        for number in range(self.version, len(MIGRATIONS)):
-            for statement in filter(str.strip, re.sub("--.*", "", MIGRATIONS[number]).split(";")):
-                self._db.execute(statement)
-            self._db.execute(f"PRAGMA user_version = {number + 1}")
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Runs the statements of the block as one transaction: all are committed, or none."""
-        self.run("BEGIN IMMEDIATE")
-        try:
-            yield
-            self.run("COMMIT")
-        finally:
-            if self._db.in_transaction:
-                with contextlib.suppress(sqlite3.Error):
-                    self._db.execute("ROLLBACK")
-
-    def run(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
-        """Runs one statement; returns its rows."""
-        try:
-            return self._db.execute(sql, [_text(value) for value in values]).fetchall()
-        except sqlite3.Error as error:
-            raise StoreError(f"the chat file {self.path} cannot be used: {error}") from None
-
-    def close(self) -> None:
-        self._db.close()
-
-
 def _text(value: Any) -> Any:
     """Returns a value that SQLite accepts. In text, "?" replaces lone surrogates: a server's error may contain them."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
@@ -232,15 +160,74 @@ class Found:
 
 
 class Store:
-    """The chat file. Every method commits before it returns (except within `file.together`), and raises StoreError if
+    """The chat file. Every method commits before it returns (except within `together`), and raises StoreError if
     the file cannot be read or written. Saving takes well under a millisecond."""
 
     def __init__(self, path: Path | str) -> None:
         """Opens or creates the file at `path` and updates its schema. ":memory:" uses memory instead of a file. Raises
         StoreError if the file is from a newer minitui or is not a database."""
         self.path = path
-        self.file = ChatFile(path)
         self._presence: Presence | None = None
+        end = time.monotonic() + OPEN_S
+        try:
+            while not self._open_file(last=time.monotonic() > end):
+                time.sleep(0.01)
+        except sqlite3.Error as error:
+            raise StoreError(f"{path} cannot be used as a chat file: {error}. {_advice(error)}") from None
+
+    def _open_file(self, last: bool) -> bool:
+        """Opens the file. If another process has locked it, returns False, or raises on the `last` attempt."""
+        # isolation_level=None: each statement is a transaction. WAL: readers in other processes do not block writers.
+        self._db = sqlite3.connect(self.path, isolation_level=None, timeout=OPEN_S)
+        try:
+            self._db.execute("BEGIN IMMEDIATE")  # so that only one process creates the tables
+            self._migrate()
+            self._db.execute("COMMIT")
+            self._db.execute("PRAGMA journal_mode = WAL")  # fails at once if the file is locked: it ignores the timeout
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute("PRAGMA foreign_keys = ON")
+            self._db.execute(f"PRAGMA busy_timeout = {PATIENCE_MS}")
+            return True
+        except sqlite3.Error as error:
+            self._db.close()
+            if last or getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            return False
+
+    @property
+    def version(self) -> int:
+        """The schema's version, as written in the file."""
+        return int(self._db.execute("PRAGMA user_version").fetchone()[0])
+
+    def _migrate(self) -> None:
+        if self.version > len(MIGRATIONS):
+            raise StoreError(
+                f"{self.path} has schema version {self.version}; this minitui supports up to {len(MIGRATIONS)}: "
+                "update minitui, or set MINITUI_DATA to another directory."
+            )
+        for number in range(self.version, len(MIGRATIONS)):
+            for statement in filter(str.strip, re.sub("--.*", "", MIGRATIONS[number]).split(";")):
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version = {number + 1}")
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Runs the statements of the block as one transaction: all are committed, or none."""
+        self.run("BEGIN IMMEDIATE")
+        try:
+            yield
+            self.run("COMMIT")
+        finally:
+            if self._db.in_transaction:
+                with contextlib.suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
+
+    def run(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
+        """Runs one statement; returns its rows."""
+        try:
+            return self._db.execute(sql, [_text(value) for value in values]).fetchall()
+        except sqlite3.Error as error:
+            raise StoreError(f"the chat file {self.path} cannot be used: {error}") from None
 
     @property
     def _own_lock(self) -> Presence | None:
@@ -255,7 +242,7 @@ class Store:
     def save_chat(self, chat: Session) -> None:
         """Inserts or updates the chat's row, without its messages. The chat then belongs to this process: `claim` an
         existing chat first."""
-        self.file.run(
+        self.run(
             "INSERT INTO chats (id, title, system, parent, settings, created, model, ids, run) "
             "VALUES (?,?,?,?,?,?,?,?,?) "
             "ON CONFLICT (id) DO UPDATE SET title=excluded.title, system=excluded.system, settings=excluded.settings, "
@@ -268,16 +255,16 @@ class Store:
 
     def claim(self, chat: str) -> bool:
         """Makes the chat belong to this process; returns False if it is open in another minitui."""
-        with self.file.together():
-            rows = self.file.run("SELECT run FROM chats WHERE id = ? AND closed IS NULL", (chat,))
+        with self.together():
+            rows = self.run("SELECT run FROM chats WHERE id = ? AND closed IS NULL", (chat,))
             if rows and self._own_lock and self._own_lock.runs(rows[0][0]):
                 return False
-            self.file.run("UPDATE chats SET run = ? WHERE id = ?", (self._own_lock.id if self._own_lock else "", chat))
+            self.run("UPDATE chats SET run = ? WHERE id = ?", (self._own_lock.id if self._own_lock else "", chat))
         return True
 
     def save_message(self, chat: str, position: int, message: Message) -> None:
         """Inserts or replaces message `position` (from 0) of a saved chat."""
-        self.file.run(
+        self.run(
             "INSERT OR REPLACE INTO messages VALUES (?,?,?,?,?,?,?,?)",
             (
                 chat, position, message.role, message.text, message.state, message.error,
@@ -287,35 +274,35 @@ class Store:
 
     def truncate(self, chat: str, count: int) -> None:
         """Keeps the first `count` messages and deletes the others."""
-        self.file.run("DELETE FROM messages WHERE chat = ? AND position >= ?", (chat, count))
+        self.run("DELETE FROM messages WHERE chat = ? AND position >= ?", (chat, count))
 
     def close_chat(self, chat: str) -> None:
         """Marks a chat as closed: it stays in the file, but `take_over` leaves it out."""
-        self.file.run("UPDATE chats SET closed = ? WHERE id = ?", (time.time(), chat))
+        self.run("UPDATE chats SET closed = ? WHERE id = ?", (time.time(), chat))
 
     def take_over(self, most: int) -> Reopened:
         """Claims the chats that an ended minitui process left open, at most `most`; returns them, the oldest first. If
         several processes have ended, takes the chats of the process that saved the newest message."""
-        with self.file.together():
+        with self.together():
             own = self._own_lock
-            rows = self.file.run(
+            rows = self.run(
                 "SELECT id, title, system, parent, settings, created, model, ids, run FROM chats "
                 "WHERE closed IS NULL AND EXISTS (SELECT 1 FROM messages WHERE chat = chats.id) ORDER BY created, rowid"
             )
             running = {run for run in {row[-1] for row in rows} if own and own.runs(run)}  # ids of running processes
             free = [row for row in rows if row[-1] not in running]
-            used = dict(self.file.run("SELECT chat, max(created) FROM messages GROUP BY chat"))
+            used = dict(self.run("SELECT chat, max(created) FROM messages GROUP BY chat"))
             newest = sorted(free, key=lambda row: used[row[0]], reverse=True)
             chosen = [row for row in newest if row[-1] == newest[0][-1]][:most]
             for row in chosen:
-                self.file.run("UPDATE chats SET run = ? WHERE id = ?", (own.id if own else "", row[0]))
+                self.run("UPDATE chats SET run = ? WHERE id = ?", (own.id if own else "", row[0]))
         chats = [self._chat(*row[:-1]) for row in free if row in chosen]
         return Reopened(chats, len(free) - len(chats), len(rows) - len(free))
 
     def load(self, id: str) -> Session | None:
         """Returns the chat with this id, or the only chat whose id begins with `id` (3 characters or more). Returns
         None if there is no such chat, or more than one."""
-        rows = self.file.run(
+        rows = self.run(
             "SELECT id, title, system, parent, settings, created, model, ids FROM chats WHERE id = ?1 "
             "OR (length(?1) > 2 AND substr(id, 1, length(?1)) = ?1) ORDER BY id = ?1 DESC LIMIT 2",
             (id,),
@@ -330,7 +317,7 @@ class Store:
     ) -> Session:
         """Returns the chat of a row with its messages; leaves out damaged settings, metrics and ids."""
         known = {name: value for name, value in _object(settings).items() if name in Sampling.__dataclass_fields__}
-        rows = self.file.run(
+        rows = self.run(
             "SELECT role, text, state, error, metrics, created FROM messages WHERE chat = ? ORDER BY position", (id,)
         )
         messages = [
@@ -344,7 +331,7 @@ class Store:
     def search(self, words: str = "", most: int = 200) -> list[Found]:
         """Returns the chats whose title or messages contain every word, in upper or lower case; newest first."""
         wanted = words.split()
-        rows = self.file.run(
+        rows = self.run(
             "SELECT id, title, created, closed, parent FROM chats WHERE "
             "EXISTS (SELECT 1 FROM messages WHERE chat = chats.id) ORDER BY created DESC, rowid DESC"
         )
@@ -352,7 +339,7 @@ class Store:
         for id, title, created, closed, parent in rows:
             if len(found) == most:
                 break
-            said = self.file.run("SELECT text FROM messages WHERE chat = ? ORDER BY position", (id,))
+            said = self.run("SELECT text FROM messages WHERE chat = ? ORDER BY position", (id,))
             texts = [text for (text,) in said]
             searched = "\n".join([title, *texts]).lower()  # not in SQL: LIKE ignores case only in ASCII
             if all(word.lower() in searched for word in wanted):
@@ -361,7 +348,7 @@ class Store:
 
     def close(self) -> None:
         """Closes the file and releases its open chats to other processes."""
-        self.file.close()
+        self._db.close()
         if self._presence is not None:
             self._presence.end()
             self._presence = None

@@ -503,7 +503,7 @@ async def test_after_a_failure_of_the_chat_file_all_chats_are_saved(tmp_path, mo
     one, two, gone = chats.new(SYSTEM), chats.new(SYSTEM), chats.new(SYSTEM)
     chats.send(gone, "first of all")
     await answered(gone)
-    monkeypatch.setattr(store.file, "together", failing)
+    monkeypatch.setattr(store, "together", failing)
     for session in (one, two):
         chats.send(session, "Is this kept?")
     await answered(one, two)

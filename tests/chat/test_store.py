@@ -69,7 +69,7 @@ def test_a_file_of_the_first_schema_is_brought_up_to_date_with_its_chats(tmp_pat
     db.commit()
     db.close()
     store = Store(path)
-    assert store.file.version == len(MIGRATIONS)
+    assert store.version == len(MIGRATIONS)
     [old] = open_chats(store)
     assert (old.ids_model, old.ids, old.messages[0].text) == ("", [], "still here?")
 
@@ -152,9 +152,9 @@ def test_a_failed_write_is_reported_and_leaves_no_half_transaction(tmp_path):
     with pytest.raises(StoreError, match=r"chats\.sqlite cannot be used: database is locked"):
         store.save_chat(chat(title="other"))
     other.execute("ROLLBACK")
-    with pytest.raises(StoreError), store.file.together():
+    with pytest.raises(StoreError), store.together():
         store.save_message("a", 0, Message("user", "x"))
-        store.file._db.execute("DROP TABLE messages")
+        store._db.execute("DROP TABLE messages")
         store.save_message("a", 1, Message("assistant", "y"))
     assert store.load("a").messages == []
     store.save_message("a", 0, Message("user", "x"))
@@ -165,7 +165,7 @@ def test_two_processes_that_start_at_once_create_one_file(tmp_path):
     def begin(_: int) -> int:
         store = Store(tmp_path / "chats.sqlite")
         try:
-            return store.file.version
+            return store.version
         finally:
             store.close()
 
@@ -177,8 +177,8 @@ def test_damaged_columns_do_not_lose_the_messages(tmp_path):
     store = Store(tmp_path / "chats.sqlite")
     store.save_chat(chat())
     store.save_message("a", 0, Message("user", "why?"))
-    store.file._db.execute("UPDATE chats SET settings = '{oops', ids = x'010203'")
-    store.file._db.execute("UPDATE messages SET metrics = '[1'")
+    store._db.execute("UPDATE chats SET settings = '{oops', ids = x'010203'")
+    store._db.execute("UPDATE messages SET metrics = '[1'")
     [back] = open_chats(store)
     assert (back.sampling, back.ids, [(m.text, m.metrics) for m in back.messages]) == (Sampling(), [], [("why?", {})])
 

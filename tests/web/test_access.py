@@ -161,12 +161,11 @@ async def test_a_full_class_keeps_the_typist_not_out(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Site, "max_sockets", 2)
     async with served(site := Heard()) as port, aiohttp.ClientSession() as http:
         url, own = f"http://127.0.0.1:{port}/ws/", {"Origin": f"http://127.0.0.1:{port}"}
-        for _ in range(2):
-            await http.ws_connect(url + VIEWER, headers=own)
+        open_ = [await http.ws_connect(url + VIEWER, headers=own) for _ in range(2)]
         with pytest.raises(aiohttp.WSServerHandshakeError, match="503"):
             await http.ws_connect(url + VIEWER, headers=own)
-        await http.ws_connect(url + TYPIST, headers=own)
-    assert site.opened == [False, False, True]
+        open_.append(await http.ws_connect(url + TYPIST, headers=own))
+    assert len(open_) == 3 and site.opened == [False, False, True]
 
 
 async def test_an_invalid_message_at_most_closes_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
