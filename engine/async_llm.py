@@ -37,7 +37,6 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
-        """Returns an AsyncLLM with these options."""
         return cls(**asdict(engine_args))
 
     async def start(self) -> EngineClient:

@@ -43,7 +43,6 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
-        """Returns an LLMEngine with these options."""
         return cls(**asdict(engine_args))
 
     def add_request(
@@ -102,7 +101,6 @@ class LLMEngine:
         return bool(self._numbers)
 
     def get_num_unfinished_requests(self) -> int:
-        """Returns the number of requests that have not ended."""
         return len(self._numbers)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:

@@ -137,7 +137,6 @@ FlexibleArgumentParser = ArgumentParser  # add_cli_args adds both spellings, --m
 
 
 def known() -> list[str]:
-    """Returns the names of the options."""
     return [name for name in EngineConfig.__dataclass_fields__ if name != "model"]
 
 

@@ -53,7 +53,6 @@ class CompletionOutput:
     metrics: dict[str, Any] = field(default_factory=dict)  # of this sample: more facts than RequestOutput.metrics
 
     def finished(self) -> bool:
-        """Returns True if the sample has ended."""
         return self.finish_reason is not None
 
 

@@ -52,7 +52,6 @@ class Profiler:
             self._running.start()
 
     def step(self) -> None:
-        """Note that a step has ended."""
         if self._running is not None:
             self._running.step()
 

@@ -61,7 +61,6 @@ class StepClock:
         self._worked_us = 0  # the sum of the recorded parts of all steps, without GATE
 
     def now(self) -> float:
-        """Returns the present time in seconds."""
         return now()
 
     def begin(self) -> StepTimes:

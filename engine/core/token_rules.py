@@ -47,11 +47,9 @@ class TokenRules:
 
     @property
     def failed(self) -> str:
-        """Why the request's grammar cannot continue, as a sentence; empty if it can."""
         return self._grammar.failed if self._grammar is not None else ""
 
     def mask(self) -> np.ndarray:
-        """Returns int32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 is 1 if token t is allowed next."""
         mask = self._mask.copy()
         for beginning, end in self._ends.get(self._recent[-1], ()) if self._recent else ():
             if self._recent[-len(beginning) :] == beginning:
@@ -59,7 +57,6 @@ class TokenRules:
         return mask if self._grammar is None else mask & self._grammar.mask()
 
     def advance(self, token_id: int) -> bool:
-        """Advance by a drawn token; return True if the reply is complete."""
         if self._longest > 0:
             self._recent = [*self._recent, token_id][-self._longest :]
         return self._grammar is not None and self._grammar.advance(token_id)
@@ -74,14 +71,12 @@ class Replay:
         self._reply, self._words, self._at = reply, -(-vocab_size // 32), 0
 
     def mask(self) -> np.ndarray:
-        """Returns int32 [ceil(vocab_size / 32)] with one bit."""
         mask = np.zeros(self._words, np.uint32)
         token = self._reply[min(self._at, len(self._reply) - 1)]
         mask[token // 32] = 1 << token % 32
         return mask.view(np.int32)
 
     def advance(self, _token_id: int) -> bool:
-        """Advance by a drawn token; return True if the reply is complete."""
         self._at += 1
         return False  # its length is the request's max_tokens
 

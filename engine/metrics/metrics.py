@@ -146,7 +146,6 @@ class Metrics(Reader):
         self._block_times.forget()
 
     def refusal(self, status: int) -> None:
-        """Count an HTTP answer with an error status."""
         self.refused.add(label_value=str(status))
 
     def ended(self, samples: int, max_tokens: int | None, longest: int) -> None:
@@ -258,7 +257,6 @@ class Metrics(Reader):
             self.again.set(tokens, cause)
 
     def page(self, model: str) -> str:
-        """Returns the text of /metrics."""
         metrics = [value for value in vars(self).values() if isinstance(value, Metric)]
         return page(metrics, (("model_name", model), ("engine", "0")))
 

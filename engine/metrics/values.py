@@ -61,7 +61,6 @@ class Counted:
         self._state = State.from_snapshot(engine.snapshot())
 
     def update(self) -> None:
-        """Count the records since the last call."""
         for record in self._engine.log.drain():
             self.metrics.observe(record, self._state)
             self._state.apply(record)

@@ -70,7 +70,6 @@ def _receive(source: BinaryIO) -> bytes:
 
 
 def _send(out: BinaryIO, kind: bytes, contents: bytes) -> None:
-    """Write a frame."""
     out.write(HEAD.pack(kind, len(contents)))
     out.write(contents)
     out.flush()

@@ -70,7 +70,6 @@ class Grammar:
         return mask
 
     def advance(self, token_id: int) -> bool:
-        """Advance by a drawn token; return True if the reply is complete."""
         began = time.thread_time()
         self._matcher.consume_token(token_id)
         self._seconds += MASK_SECONDS_PER_TOKEN - (time.thread_time() - began)

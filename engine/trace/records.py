@@ -36,11 +36,9 @@ class Packet(NamedTuple):
     data: bytes  # marshal is twice as fast as pickle; only our own processes exchange packets
 
     def __len__(self) -> int:
-        """Returns the number of records."""
         return self.last - self.first + 1
 
     def records(self) -> list[Record]:
-        """Returns the records as tuples."""
         return marshal.loads(self.data)
 
 
@@ -77,7 +75,6 @@ class RecordLog:
         self.enabled = True  # False: records are counted but not collected
 
     def now(self) -> float:
-        """Returns the seconds since the log began."""
         return self._clock() - self._origin
 
     def worked(self) -> float:

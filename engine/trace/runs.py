@@ -41,5 +41,4 @@ def blocks_of(runs: Runs) -> list[int]:
 
 
 def number_of(runs: Runs) -> int:
-    """Returns the number of blocks."""
     return sum(1 if isinstance(run, int) else abs(run[1] - run[0]) + 1 for run in runs)

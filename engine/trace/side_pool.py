@@ -93,7 +93,6 @@ class SidePool:
 
     @property
     def num_active(self) -> int:
-        """The number of pages with one holder."""
         return self.total - self.available - self.num_shared
 
     @property

@@ -190,7 +190,6 @@ class State:
                 pool.move(block, node)
 
     def stop_decoding(self, request: RequestView) -> None:
-        """Take the request out of the decoding set."""
         request.base = self.computed(request)
         request.joined_at = -1
 

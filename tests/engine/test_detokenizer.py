@@ -113,7 +113,7 @@ id_lists = chunks.map(lambda lists: [token for part in lists for token in part])
 
 @pytest.mark.parametrize("kind", DECODERS)
 @given(ids=id_lists, skip=st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_pieces_joined_are_the_librarys_decode(kind: str, ids: list[int], skip: bool) -> None:
     joined = "".join(pieces(kind, ids, skip))
     assert joined == expected(kind, ids, skip)

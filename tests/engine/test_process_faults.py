@@ -316,17 +316,6 @@ async def test_a_process_that_was_begun_early_serves_the_next_client_or_ends_wit
     assert await asyncio.to_thread(process.wait, 60) == 0
 
 
-async def test_an_engine_killed_while_it_is_reconfigured_is_told(client: EngineClient) -> None:
-    assert client.pid is not None
-    reconfiguring = asyncio.ensure_future(client.reconfigure(client.config))
-    await asyncio.sleep(0)
-    os.kill(client.pid, signal.SIGKILL)
-    with pytest.raises(EngineDead, match="SIGKILL"):
-        await reconfiguring
-    await client.restart()
-    await answers(client)
-
-
 KEEPS_THE_LOCK = """
 import ctypes, re, sys
 print("ready", flush=True)

@@ -19,7 +19,7 @@ from engine.params import SamplingParams
 from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.side_pool import SideGroup
 from engine.trace.state import State
-from tests.support.simulation import SimulatedRunner, alone, simulated
+from tests.support.simulation import AnyToken, SimulatedRunner, alone, simulated
 
 
 def make_engine(
@@ -79,7 +79,7 @@ class Load:
         salt, priority = self.random.choice(["", "", "a", "b"]), self.random.randrange(3)
         self.requests.append(self.engine.add_request(self.prompt(), params, cache_salt=salt, priority=priority))
 
-    def run(self, steps: int = 300, check_every: int = 1) -> None:
+    def run(self, check_every: int = 1) -> None:
         """Run to the end. Each request draws what it draws alone, and the records tell the engine's state."""
         engine, r = self.engine, self.random
         state = State.from_snapshot(engine.snapshot())
@@ -468,17 +468,10 @@ def test_a_block_begun_by_a_step_that_fails_and_filled_by_the_next_is_not_kept(a
 
 def test_a_row_that_sits_a_step_out_leaves_the_decoding_set_and_returns() -> None:
     """Under a grammar a token must be seen before the next is drawn: with overlap, every other step."""
-
-    class Anything:
-        failed = ""
-
-        def advance(self, token: int) -> bool:
-            return False
-
     engine = make_engine(overlap=True)
     state = State.from_snapshot(engine.snapshot())
     constrained = engine.add_request([1, 2, 3], SamplingParams(max_tokens=6, seed=1, ignore_eos=True))
-    constrained.grammar = Anything()
+    constrained.grammar = AnyToken()
     free = engine.add_request([4, 5, 6], SamplingParams(max_tokens=12, seed=2, ignore_eos=True))
     for _ in range(40):
         engine.step()
@@ -490,20 +483,9 @@ def test_a_row_that_sits_a_step_out_leaves_the_decoding_set_and_returns() -> Non
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_reply_whose_grammar_cannot_be_followed_ends_with_that_error_and_the_others_go_on(overlap: bool) -> None:
-    class Breaking:
-        """As one whose mask is too costly after three tokens: what is drawn then means nothing."""
-
-        failed = ""
-        seen = 0
-
-        def advance(self, token: int) -> bool:
-            self.seen += 1
-            self.failed = "the grammar is too costly" if self.seen == 3 else ""
-            return False
-
     engine = make_engine(overlap=overlap)
     broken = engine.add_request([1, 2, 3], SamplingParams(max_tokens=6, seed=1, ignore_eos=True))
-    broken.grammar = Breaking()
+    broken.grammar = AnyToken(most=3)
     free = engine.add_request([4, 5, 6], SamplingParams(max_tokens=12, seed=2, ignore_eos=True))
     while engine.has_work:
         engine.step()

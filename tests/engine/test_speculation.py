@@ -15,7 +15,7 @@ from engine.params import SamplingParams
 from engine.trace.kind import as_dict
 from tests.engine import test_scheduler_simulation as simulation
 from tests.engine.test_scheduler_simulation import Load, run
-from tests.support.simulation import SimulatedRunner, alone
+from tests.support.simulation import AnyToken, SimulatedRunner, alone
 
 
 def make_engine(blocks: int = 64, block_size: int = 4, budget: int = 64, tokens: int = 4, **options: object) -> Engine:
@@ -265,16 +265,10 @@ def test_nobody_is_preempted_for_drafts() -> None:
     "params", [{"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"grammar": True}]
 )
 def test_rows_whose_draws_depend_on_earlier_drafts_get_none(params: dict[str, object]) -> None:
-    class Anything:
-        failed = ""
-
-        def advance(self, token: int) -> bool:
-            return False
-
     engine = make_engine()
     constrained = params.pop("grammar", False)
     request = engine.add_request(REPEATING, SamplingParams(max_tokens=12, seed=1, ignore_eos=True, **params))  # type: ignore[arg-type]
-    request.grammar = Anything() if constrained else None
+    request.grammar = AnyToken() if constrained else None
     other = engine.add_request([9, *REPEATING], SamplingParams(max_tokens=12, seed=1, ignore_eos=True))
     run(engine)
     assert request.drafted_tokens == 0 < other.drafted_tokens
