@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionShape, Sinks
-from engine.attention.grouped import GroupedAttention
+from engine.attention.grouped import GroupedAttention, TwoBackends
 from engine.errors import EngineError
 from engine.groups import group_of_layers, paged_groups
 
@@ -89,8 +89,6 @@ def choose_backend(
         return make(prefill)
     if (prefill, decode) == ("flash", "triton"):
         return make("triton", make("flash"))
-    from engine.attention.split_backend import TwoBackends
-
     return TwoBackends(make(prefill), make(decode))
 
 

@@ -11,11 +11,8 @@ from engine.fields import Fields, shown
 from engine.gguf.families import Family
 from engine.gguf.header import Header
 from engine.model.config import LONGROPE
-from engine.model.families import MODEL_TYPES
 from engine.model.hf.config import MOST_LAYERS, ConfigReader
-from engine.model.hf.delta import FULL as ATTENTION
-from engine.model.hf.delta import LINEAR
-from engine.model.hf.layers import FULL, SLIDING
+from engine.model.hf.layers import FULL, LINEAR, SLIDING
 
 # Key of the metadata, without the architecture -> field of config.json. A family that lacks the field refuses it.
 FIELDS = {
@@ -69,9 +66,8 @@ def _config(header: Header, family: Family) -> dict[str, Any]:
     stored = {tensor.type for tensor in header.tensors.values() if len(tensor.shape) > 1}
     found = {
         "architectures": [family.architecture],
-        "model_type": next(name for name, of in MODEL_TYPES.items() if of == family.architecture),
-        "vocab_size": embedding.shape[0], "hidden_size": hidden, "num_hidden_layers": layers,
-        "num_attention_heads": heads,
+        "model_type": arch.model_type, "vocab_size": embedding.shape[0], "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads,
         "head_dim": head_dim, arch.eps: header.get(f"{kind}.attention.{norm}", float),
         "max_position_embeddings": whole("context_length"), "pad_token_id": None,
         "hidden_act": "gelu_pytorch_tanh" if arch.activation == "gelu" else arch.activation,
@@ -164,7 +160,7 @@ def _delta(header: Header, kind: str, layers: int) -> dict[str, Any]:
         "linear_key_head_dim": header.get(f"{kind}.{STATES}", int),
         "linear_value_head_dim": inner // max(1, values),
         "linear_conv_kernel_dim": header.get(f"{kind}.ssm.conv_kernel", int),
-        "layer_types": [LINEAR if each else ATTENTION for each in linear],
+        "layer_types": [LINEAR if each else FULL for each in linear],
     }
     shared = header.get(f"{kind}.expert_shared_feed_forward_length", int, 0)
     return found | ({"shared_expert_intermediate_size": shared} if shared else {})

@@ -15,16 +15,14 @@ from engine.fields import Fields, shown
 from engine.files import read_json
 from engine.model.config import NO_ROPE, ExpertsConfig, ModelConfig, RopeConfig
 from engine.model.families import ARCHITECTURES, MODEL_TYPES, WITH_IMAGES, Architecture
-from engine.model.hf.delta import read_delta
-from engine.model.hf.layers import LayerReader
+from engine.model.hf.layers import LayerReader, read_delta
 from engine.model.hf.packing import read_packing
 from engine.model.hf.rope import MOST_POSITIONS, RopeReader
-from engine.model.hf.uneven import read_uneven
+from engine.model.hf.uneven import MOST_EXPERTS, read_uneven
 
 TIED = "tie_word_embeddings"
 SHARED = "shared_expert_intermediate_size"
 MOST_LAYERS = 10_000
-MOST_EXPERTS = 65_536
 
 
 class ConfigReader:

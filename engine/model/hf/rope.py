@@ -8,11 +8,11 @@ from engine.errors import CheckpointError
 from engine.fields import Fields, shown
 from engine.model.config import LONGROPE, PROPORTIONAL, ROPE_KINDS, RopeConfig
 from engine.model.families import Architecture
+from engine.model.hf.layers import FULL, SLIDING
 
 MOST_POSITIONS = 1 << 24  # limits the size of the RoPE table; the longest published context is 10 million
 LARGEST_FACTOR = 1e6  # of RoPE scaling
 LEAST_TURNS, MOST_TURNS = 1e-6, 1e6  # the limits of a frequency band (yarn, llama3) must be in this range
-WHOLE, LOCAL = "full_attention", "sliding_attention"
 
 ROPE_COMMON = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned",
@@ -52,18 +52,18 @@ class RopeReader:
         """Returns the rotary positions of layers without a window, and of layers with a window."""
         table = self._table()
         if not any(isinstance(value, dict) for value in table.values()):
-            table = {WHOLE: table}
+            table = {FULL: table}
         for key, value in table.items():
-            if key not in (WHOLE, LOCAL) or not isinstance(value, dict | None):
-                raise self._error(f"has rope parameters for {shown(key)}: they must be for {WHOLE} or {LOCAL}")
+            if key not in (FULL, SLIDING) or not isinstance(value, dict | None):
+                raise self._error(f"has rope parameters for {shown(key)}: they must be for {FULL} or {SLIDING}")
         if self._arch.uneven:
             table = {**self._arch.defaults["rope_parameters"], **table}
         # Gemma 3 names the base of layers with a window; OLMo 3 has one base for all layers.
         local = self._fields.number("rope_theta", 10_000.0, 1.0, True)
         if "rope_local_base_freq" in self._arch.reads:
             local = self._fields.number("rope_local_base_freq", 10_000.0, 1.0, True)
-        whole = self._read(table.get(WHOLE) or {}, 10_000.0)
-        return whole, self._read(table.get(LOCAL) or {"rope_theta": local}, local)
+        whole = self._read(table.get(FULL) or {}, 10_000.0)
+        return whole, self._read(table.get(SLIDING) or {"rope_theta": local}, local)
 
     def _error(self, fault: str) -> CheckpointError:
         return CheckpointError(f"{self._fields.path} {fault}")
