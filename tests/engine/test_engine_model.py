@@ -107,21 +107,21 @@ def test_no_schedule_changes_a_token(
         assert sum(request.cached_tokens for request in requests) > 0
 
 
-@pytest.mark.parametrize("cut", range(1, 30))
-def test_a_cached_prefix_does_not_change_the_answer_wherever_it_is_cut(checkpoint: Path, cut: int) -> None:
-    r = random.Random(cut)
+def test_a_cached_prefix_does_not_change_the_answer_wherever_it_is_cut(checkpoint: Path) -> None:
+    r = random.Random(1)
     ids = [r.randrange(3, VOCAB) for _ in range(30)]
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=None, logprobs=3)
-    cold = make_engine(checkpoint)
-    expected = cold.add_request(ids, params)
-    run(cold)
     engine = make_engine(checkpoint)
-    engine.add_request(ids[:cut], SamplingParams(temperature=0.0, max_tokens=1))
+    expected = engine.add_request(ids, params)
     run(engine)
-    request = engine.add_request(ids, params)
-    run(engine)
-    assert request.output_ids == expected.output_ids
-    assert request.cached_tokens == cut // 4 * 4
+    for cut in range(1, 30):
+        engine.clear_cache()
+        engine.add_request(ids[:cut], SamplingParams(temperature=0.0, max_tokens=1))
+        run(engine)
+        request = engine.add_request(ids, params)
+        run(engine)
+        assert request.output_ids == expected.output_ids, cut
+        assert request.cached_tokens == cut // 4 * 4
 
 
 def test_n_samples_of_one_prompt_differ_share_their_prompt_and_repeat_with_the_seed(checkpoint: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from engine.attention.choose import backend_names, choose_attention
 from engine.attention.flash_backend import FlashAttention, installed_for
-from engine.attention.split_backend import TwoBackends
+from engine.attention.grouped import TwoBackends
 from engine.attention.torch_backend import TorchAttention
 from engine.errors import EngineError
 from tests.engine.test_attention import CPU, Case, config, expected, make_case

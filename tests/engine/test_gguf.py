@@ -30,7 +30,7 @@ from engine.model.rope import inverse_frequencies
 from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from minitui import tutor
-from tests.support.gguf_files import add_sizes, add_tokenizer
+from tests.support.gguf_files import add_sizes, add_tokenizer, finish
 from tests.support.models import load_decoder, make_runner
 
 gguf = pytest.importorskip("gguf")
@@ -50,9 +50,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def written(
-    path: Path, kind: str = "F32", change: Callable[[Any], None] = lambda writer: None, tensors: int = 0
+    path: Path, kind: str = "F32", change: Callable[[Any], None] = lambda writer: None, tensors: int = 0,
+    whole: bool = True,
 ) -> Path:
-    """The bundled model as a GGUF file, with matrices of this type; in parts of so many `tensors` (0: one file)."""
+    """The bundled model as a GGUF file, with matrices of this type; in parts of `tensors` tensors (0: one file).
+
+    `whole`: False writes only the embedding, which is enough for tests without weights.
+    """
     config = json.loads((TUTOR / "config.json").read_text())
     writer = gguf.GGUFWriter(str(path), "qwen3", split_max_tensors=tensors)
     add_sizes(writer, config)
@@ -61,12 +65,10 @@ def written(
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     add_tokenizer(writer, TUTOR, "gpt-2")
     for name, tensor in load_file(TUTOR / "model.safetensors").items():
-        add_tensor(writer, gguf_name(name), tensor.float().numpy(), kind)
+        if whole or "embed" in name:
+            add_tensor(writer, gguf_name(name), tensor.float().numpy(), kind)
     change(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -125,7 +127,7 @@ def test_4_bits_are_computed_as_they_are(tmp_path: Path) -> None:
             assert torch.equal(ours.view.dense().float(), theirs.view), ours.name
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ1_M", "IQ2_XXS", "IQ3_S"])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "IQ4_XS", "IQ1_M"])
 def test_blocks_of_256_numbers_are_expanded(kind: str, tmp_path: Path) -> None:
     """The package cannot write these types, so the blocks are random bytes."""
     rows, columns = 3, 512
@@ -134,10 +136,7 @@ def test_blocks_of_256_numbers_are_expanded(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "one.gguf"
     writer = gguf.GGUFWriter(str(path), "qwen3")
     writer.add_tensor("blk.0.ffn_up.weight", blocks, raw_dtype=TYPES[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     tensor = read_header(path).tensors["blk.0.ffn_up.weight"]
     assert tensor.shape == (rows, columns)
     with path.open("rb") as file:
@@ -169,26 +168,12 @@ def test_a_file_is_unpacked_once_and_a_changed_one_again(tmp_path: Path, cache: 
     assert {each.parent for each in cache.rglob("config.json")} == set((cache / "minitui" / "gguf").iterdir())
 
 
-def flip(place: Path) -> None:
-    with (place / "model.safetensors").open("r+b") as file:
-        file.seek(-100, 2)
-        file.write(bytes(50))
-
-
-def delete(place: Path) -> None:
-    (place / "model.safetensors").unlink()
-
-
-def cut_config(place: Path) -> None:
-    os.truncate(place / "config.json", 100)
-
-
-@pytest.mark.parametrize("damage", [flip, delete, cut_config])
-def test_a_damaged_directory_is_unpacked_again(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_damaged_directory_is_unpacked_again(tmp_path: Path) -> None:
+    """tests/engine/test_disk_cache.py has all kinds of damages."""
     path = written(tmp_path / "tutor.gguf")
     directory = resolve_model(str(path))
     before = {file.name: file.read_bytes() for file in directory.iterdir() if file.name != "entry.json"}
-    damage(directory)
+    os.truncate(directory / "model.safetensors", 100)
     built = build_engine(EngineConfig(str(path), device="cpu", kv_tokens=1024))
     built.close()
     (note,) = [note for note in built.info.notes if "damaged" in note]
@@ -279,7 +264,7 @@ def test_parts_that_do_not_fit_together_are_named(change: Any, message: str, par
 
 
 def test_the_tokenizer_and_the_template_are_the_checkpoint_s(tmp_path: Path) -> None:
-    directory = resolve_model(str(written(tmp_path / "tutor.gguf")), weights=False)
+    directory = resolve_model(str(written(tmp_path / "tutor.gguf", whole=False)), weights=False)
     assert not (directory / "model.safetensors").exists()
     ours, theirs = Tokenizer(directory), Tokenizer(TUTOR)
     for text in TEXTS:
@@ -293,10 +278,8 @@ def test_the_tokenizer_and_the_template_are_the_checkpoint_s(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("factor,low,high,original,theta", [
-    (8, 1, 4, 8192, 500_000), (32, 1, 4, 8192, 500_000), (8, 1, 4, 64, 10_000), (8, 1, 1.3, 8192, 500_000),
-    (4, 1, 8, 4096, 10_000), (8, 2, 4, 16384, 500_000), (16, 1.5, 3.7, 5000, 1e6),
-    (8, 1, 1.05, 700, 10_000), (8, 1, 1.5, 700, 10_000),
-    (8, 1, 4, 1 << 20, 10_000),
+    (32, 1, 4, 8192, 500_000), (8, 1, 4, 64, 10_000), (8, 1, 1.3, 8192, 500_000), (16, 1.5, 3.7, 5000, 1e6),
+    (8, 1, 1.05, 700, 10_000), (8, 1, 4, 1 << 20, 10_000),
 ])
 def test_the_bands_of_a_stretched_llama_are_found(
     factor: float, low: float, high: float, original: int, theta: float, tmp_path: Path
@@ -309,7 +292,7 @@ def test_the_bands_of_a_stretched_llama_are_found(
         writer.add_tensor("rope_freqs.weight", (1 / ((1 - smooth) / factor + smooth)).astype(np.float32))
         writer.kv_data[0]["qwen3.rope.freq_base"].value = float(theta)
 
-    directory = resolve_model(str(written(tmp_path / "tutor.gguf", change=llama3)), weights=False)
+    directory = resolve_model(str(written(tmp_path / "tutor.gguf", change=llama3, whole=False)), weights=False)
     found = read_model_config(directory).rope
     bands = {"low_freq_factor": float(low), "high_freq_factor": float(high), "original_max_position": original}
     exact = replace(found, factor=float(factor), **bands)
@@ -329,7 +312,7 @@ def test_divisors_that_are_no_bands_are_refused(tmp_path: Path) -> None:
             writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
 
         with pytest.raises(CheckpointError, match=message):
-            resolve_model(str(written(tmp_path / f"{name}.gguf", change=change)), weights=False)
+            resolve_model(str(written(tmp_path / f"{name}.gguf", change=change, whole=False)), weights=False)
 
 
 # ---- damaged and foreign files
@@ -337,7 +320,7 @@ def test_divisors_that_are_no_bands_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_without_the_ending_is_recognised_by_its_contents(tmp_path: Path, cache: Path) -> None:
     """Ollama names files by their hashes."""
-    path = written(tmp_path / "tutor.gguf").rename(tmp_path / "sha256-0123abc")
+    path = written(tmp_path / "tutor.gguf", whole=False).rename(tmp_path / "sha256-0123abc")
     assert (resolve_model(str(path), weights=False) / "config.json").is_file()
     path.write_bytes(b"else")
     with pytest.raises(CheckpointError, match="is a file: give the directory that holds config"):
@@ -349,7 +332,7 @@ def test_a_file_without_the_ending_is_recognised_by_its_contents(tmp_path: Path,
     ("imatrix", "statistics for quantising a model"),
 ])
 def test_a_file_without_a_language_model_is_named(kind: str, what: str, tmp_path: Path) -> None:
-    path = written(tmp_path / "x.gguf", change=lambda writer: writer.add_type(kind))
+    path = written(tmp_path / "x.gguf", change=lambda writer: writer.add_type(kind), whole=False)
     with pytest.raises(CheckpointError, match=rf"{what}.*: give the GGUF file of the language model"):
         resolve_model(str(path))
 

@@ -10,11 +10,9 @@ import pytest
 import tokenizers
 
 from engine.errors import CheckpointError
-from engine.gguf.header import Header, read_header
+from engine.gguf.header import Header
 from engine.gguf.tokenizer import PATTERNS, end_tokens, tokenizer_files
 from engine.text.tokenizer import Tokenizer
-
-gguf = pytest.importorskip("gguf")
 
 
 @pytest.mark.parametrize(
@@ -55,19 +53,12 @@ def test_sentence_pieces_are_merged_by_their_scores(tmp_path: Path) -> None:
     pieces = {"▁": -20, "a": -21, "b": -22, "c": -23, "ab": -3, "bc": -1, "▁a": -5, "▁abc": -2, "abc": -4}
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces]
     scores = [0.0] * 259 + [float(score) for score in pieces.values()]
-    writer = gguf.GGUFWriter(str(tmp_path / "pieces.gguf"), "llama")
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores(scores)
-    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 9])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_add_bos_token(True)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    made, config = tokenizer_files(read_header(tmp_path / "pieces.gguf"))
+    fields = {
+        "model": "llama", "tokens": tokens, "scores": scores, "token_type": [2, 3, 3, *[6] * 256, *[1] * 9],
+        "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_bos_token": True,
+    }
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    made, config = tokenizer_files(Header(tmp_path, metadata, {}))
     (tmp_path / "tokenizer.json").write_text(json.dumps(made))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -42,9 +43,17 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return model, save(model, tmp_path_factory.mktemp("plain"))
 
 
-def logits(directory: Path, **options: Any) -> torch.Tensor:
-    driver = Driver(make_runner(directory, options.pop("dtype", "float64"), **options))
+def logits(directory: Path) -> torch.Tensor:
+    driver = Driver(make_runner(directory, "float64"))
     return our_logits(driver, make_request(prompt(0, PROMPT), 0), [PROMPT]).log_softmax(-1)
+
+
+def quantised_copy(plain: tuple[Any, Path], directory: Path, name: str) -> Any:
+    """Writes the quantised checkpoint; returns a copy of the model, in float64, with the matrices that it has."""
+    model, source = plain
+    exact = copy.deepcopy(model)
+    quantise(exact, source, directory, name)
+    return exact.double().eval()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -52,13 +61,11 @@ def test_a_quantised_checkpoint_computes_what_its_matrices_stand_for(
     name: str, plain: tuple[Any, Path], tmp_path: Path
 ) -> None:
     """Float64 of both; the matrices are far from those before quantisation, so ignoring a part would show."""
-    model, source = plain
-    exact = type(model)(model.config)
-    exact.load_state_dict(model.state_dict())
-    quantise(exact, source, tmp_path / "m", name)
-    expected = their_logits(exact.double().eval(), prompt(0, PROMPT)).log_softmax(-1)
+    before = their_logits(plain[0], prompt(0, PROMPT)).log_softmax(-1).double()
+    exact = quantised_copy(plain, tmp_path / "m", name)
+    expected = their_logits(exact, prompt(0, PROMPT)).log_softmax(-1)
     torch.testing.assert_close(logits(tmp_path / "m"), expected, rtol=0, atol=1e-5)
-    assert not torch.allclose(logits(source), expected, rtol=0, atol=1e-3)
+    assert not torch.allclose(before, expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["phi3", "glm4", "granite"])
@@ -72,8 +79,7 @@ def test_rows_are_reordered_split_and_scaled_after_they_are_expanded(kind: str, 
     torch.testing.assert_close(logits(tmp_path / "m"), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks", "int4 groups"])
-@pytest.mark.parametrize("kind", HYBRID)
+@pytest.mark.parametrize(("kind", "name"), zip(HYBRID, ["fp8 rows", "fp8 blocks", "int4 groups"], strict=True))
 def test_hybrid_models_compute_what_their_quantised_matrices_stand_for(kind: str, name: str, tmp_path: Path) -> None:
     """Projections of delta rules, gated queries, heads of two sizes, per-layer embeddings."""
     (tmp_path / "plain").mkdir()
@@ -172,8 +178,7 @@ def test_8_bit_integers_are_computed_as_they_are(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["int8 rows with zeros", "nvfp4", "mxfp4 of compressed-tensors"])
 def test_what_our_forms_cannot_hold_is_expanded(name: str, plain: tuple[Any, Path], tmp_path: Path) -> None:
-    model, source = plain
-    quantise(type(model)(model.config), source, tmp_path / "m", name)
+    quantised_copy(plain, tmp_path / "m", name)
     assert make_runner(tmp_path / "m", "auto").loaded.quantization == "none"
 
 
@@ -200,11 +205,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", KEPT)
 def test_8_bit_floats_are_computed_as_they_are_stored(name: str, wider: tuple[Any, Path], tmp_path: Path) -> None:
     """On one device and on two ranks: the checkpoint's bytes, and the logits of its matrices in float64."""
-    model, source = wider
-    exact = type(model)(model.config)
-    exact.load_state_dict(model.state_dict())
-    quantise(exact, source, tmp_path / "m", name)
-    expected = their_logits(exact.double().eval(), prompt(0, PROMPT)).log_softmax(-1)
+    expected = their_logits(quantised_copy(wider, tmp_path / "m", name), prompt(0, PROMPT)).log_softmax(-1)
     stored = load_file(tmp_path / "m" / "model.safetensors")
     for size in (1, 2):
         runner = make_runner(tmp_path / "m", "float64", quantization="checkpoint", tensor_parallel_size=size)
@@ -265,19 +266,16 @@ def test_8_bit_floats_of_experts_are_computed_as_they_are_stored(name: str, tmp_
 @pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks of 128"])
 def test_a_matrix_is_expanded_if_a_part_of_it_does_not_fit(name: str, wider: tuple[Any, Path], tmp_path: Path) -> None:
     """Two of q, k and v are not quantised in layer 0, and the heads of one rank of four fill half a block."""
-    model, source = wider
-    exact = type(model)(model.config)
-    exact.load_state_dict(model.state_dict())
-    quantise(exact, source, tmp_path / "m", name)
+    exact = quantised_copy(wider, tmp_path / "m", name)
 
     def plain(tensors: dict[str, torch.Tensor]) -> None:
         for leaf in ("k_proj", "v_proj"):
             key = f"model.layers.0.self_attn.{leaf}.weight"
-            tensors[key] = exact.state_dict()[key]
+            tensors[key] = exact.state_dict()[key].float()
             tensors.pop(key + "_scale", tensors.pop(key + "_scale_inv", None))
 
     rewrite(tmp_path / "m", plain)
-    expected = their_logits(exact.double().eval(), prompt(0, PROMPT)).log_softmax(-1)
+    expected = their_logits(exact, prompt(0, PROMPT)).log_softmax(-1)
     runner = make_runner(tmp_path / "m", "float64", quantization="checkpoint")
     torch.testing.assert_close(last_logits(runner), expected[-1], rtol=0, atol=1e-5)
     assert isinstance(runner.loaded.model.layers[0].qkv, torch.Tensor)
@@ -318,7 +316,7 @@ def test_a_format_that_is_not_supported_is_named(change: Any, message: str, plai
 
 @pytest.mark.parametrize("value", [0.0, 0.5])
 def test_biases_of_zeros_that_older_gptq_checkpoints_have_are_ignored(value: float, plain: Any, tmp_path: Path) -> None:
-    quantise(plain[0], plain[1], tmp_path / "m", "gptq in order")
+    quantised_copy(plain, tmp_path / "m", "gptq in order")
     before = load_decoder(tmp_path / "m")
     name = "model.layers.1.mlp.up_proj.bias"
     rewrite(tmp_path / "m", lambda tensors: tensors.update({name: torch.full((SIZES["intermediate_size"],), value)}))
@@ -337,8 +335,7 @@ def test_the_readme_lists_the_formats() -> None:
 
 
 def test_a_missing_or_misshapen_part_of_a_matrix_is_named(plain: tuple[Any, Path], tmp_path: Path) -> None:
-    model, source = plain
-    quantise(type(model)(model.config), source, tmp_path / "m", "gptq")
+    quantised_copy(plain, tmp_path / "m", "gptq")
     name = "model.layers.0.self_attn.q_proj.scales"
 
     def cut(tensors: dict[str, torch.Tensor]) -> None:
@@ -369,10 +366,7 @@ def test_a_missing_or_misshapen_part_of_a_matrix_is_named(plain: tuple[Any, Path
 def test_hostile_scales_and_groups_are_named(
     name: str, suffix: str, value: float, what: str, plain: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    model, source = plain
-    copy = type(model)(model.config)
-    copy.load_state_dict(model.state_dict())
-    quantise(copy, source, tmp_path / "m", name)
+    quantised_copy(plain, tmp_path / "m", name)
     tensor = f"model.layers.1.mlp.up_proj.{suffix}"
 
     def spoil(tensors: dict[str, torch.Tensor]) -> None:

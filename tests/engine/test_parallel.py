@@ -100,8 +100,7 @@ def shown(result: Any) -> Any:
     }
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "size"), [(kind, 2 + i % 2 * 2) for i, kind in enumerate(KINDS)])
 def test_tokens_of_several_ranks_are_those_of_one_in_float64(
     kind: str, size: int, checkpoints: dict[str, Path], threads: None
 ) -> None:

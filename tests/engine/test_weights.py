@@ -25,17 +25,30 @@ from tests.support.models import Driver, load_decoder, make_request, plain_runne
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(reference("qwen3"), tmp_path_factory.mktemp("qwen3"))
+
+
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return save(reference("qwen3"), tmp_path)
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "m"))
 
 
-@pytest.mark.parametrize("shards", [False, True])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral"])
-def test_every_parameter_is_filled_from_its_own_tensor(kind: str, shards: bool, tmp_path: Path) -> None:
-    biases = {"attention_bias": True, "mlp_bias": True} if kind == "llama" else {}
-    model = reference(kind, **biases, **({"head_dim": 16} if kind == "qwen2" else {}))
-    ours = load_decoder(save(model, tmp_path, shards))
+@pytest.mark.parametrize(
+    ("kind", "fields", "form"),
+    [
+        ("qwen3", {}, {"shards": True}), ("qwen2", {"head_dim": 16}, {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}, {}),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, {"shards": True}),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, {"shards": True, "stacked": True}),
+    ],
+)
+def test_every_parameter_is_filled_from_its_own_tensor(
+    kind: str, fields: dict[str, Any], form: dict[str, bool], tmp_path: Path
+) -> None:
+    model = reference(kind, **fields)
+    ours = load_decoder(save(model, tmp_path, **form))
     theirs = model.state_dict()
     assert {slot.name for slot in ours.slots()} == set(theirs)
     for slot in ours.slots():
@@ -98,14 +111,6 @@ def test_a_header_that_does_not_fit_the_file_is_named(checkpoint: Path) -> None:
             load_decoder(checkpoint)
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    save(reference("qwen3"), tmp_path, shards=True)
-    second = sorted(tmp_path.glob("*.safetensors"))[1]
-    second.unlink()
-    with pytest.raises(CheckpointError, match=rf"of which {second.name} is missing: download the checkpoint again"):
-        load_decoder(tmp_path)
-
-
 def test_tensors_that_only_the_index_names_are_missing(tmp_path: Path) -> None:
     save(reference("qwen3"), tmp_path, shards=True)
     first, *_ = sorted(tmp_path.glob("*.safetensors"))
@@ -124,24 +129,8 @@ def test_a_broken_index_is_named(tmp_path: Path) -> None:
         load_decoder(tmp_path)
 
 
-def test_a_directory_without_safetensors_is_refused_with_advice(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin: .* convert these with from_pretrained"):
-        load_decoder(checkpoint)
-    (checkpoint / "pytorch_model.bin").unlink()
-    with pytest.raises(CheckpointError, match="download the checkpoint again"):
-        load_decoder(checkpoint)
-
-
-def test_rotary_frequencies_of_old_checkpoints_are_not_unexpected(checkpoint: Path) -> None:
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
-    rewrite(checkpoint, lambda tensors: tensors.update(extra))
-    load_decoder(checkpoint)
-
-
-def test_dummy_weights_are_random_with_norms_of_one(tmp_path: Path) -> None:
-    directory = save(reference("qwen3"), tmp_path)
-    config = read_model_config(directory)
+def test_dummy_weights_are_random_with_norms_of_one(checkpoint: Path) -> None:
+    config = read_model_config(checkpoint)
     models = [Decoder(config, torch.float32, CPU, 16) for _ in range(3)]
     for model, seed in zip(models, (0, 0, 1), strict=True):
         dummy_weights(model.slots(), seed)
@@ -154,10 +143,9 @@ def test_dummy_weights_are_random_with_norms_of_one(tmp_path: Path) -> None:
             assert 0.018 < float(one.view.std()) < 0.022
 
 
-def test_with_dummy_weights_only_the_config_is_read(tmp_path: Path) -> None:
-    directory = save(reference("qwen3"), tmp_path)
-    (directory / "model.safetensors").unlink()
-    config = read_model_config(directory)
+def test_with_dummy_weights_only_the_config_is_read(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    config = read_model_config(checkpoint)
     runner = plain_runner(config, EngineConfig(device="cpu", dummy_weights=True, num_blocks=8, cpu_threads=1))
     assert len(Driver(runner).generate(make_request([5, 6, 7], 0), 4)) == 4
     with pytest.raises(EngineError, match="neither a model directory nor dummy_weights"):
@@ -194,18 +182,17 @@ print((memory("VmHWM") - before) / 1024, model.nbytes / 2**20)
     assert 0 < grown < 18, f"{grown:.0f} MiB for shards of 10 MB"
 
 
-@pytest.mark.parametrize(
-    "name", ["../model.safetensors", "/etc/passwd", 7, None, ["x"], "a/b.safetensors", "x.bin", "a\0.safetensors", ""]
-)
-def test_an_index_names_files_beside_it_and_nothing_else(name: Any, tmp_path: Path) -> None:
+def test_an_index_names_files_beside_it_and_nothing_else(tmp_path: Path) -> None:
+    names = ["../model.safetensors", "/etc/passwd", 7, None, ["x"], "a/b.safetensors", "x.bin", "a\0.safetensors", ""]
     directory = save(reference("llama"), tmp_path / "m", shards=True)
     shutil.copy(next(directory.glob("*.safetensors")), tmp_path / "model.safetensors")
     index = directory / "model.safetensors.index.json"
     content = json.loads(index.read_text())
-    content["weight_map"]["model.norm.weight"] = name
-    index.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"index\.json names .* not a safetensors file in its directory"):
-        load_decoder(directory)
+    for name in names:
+        content["weight_map"]["model.norm.weight"] = name
+        index.write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=r"index\.json names .* not a safetensors file in its directory"):
+            load_decoder(directory)
 
 
 def test_a_damaged_header_is_refused_in_one_sentence(checkpoint: Path) -> None:
@@ -215,7 +202,7 @@ def test_a_damaged_header_is_refused_in_one_sentence(checkpoint: Path) -> None:
     [length] = struct.unpack("<Q", whole[:8])
     random = Random(0)
     refused = 0
-    for _ in range(300):
+    for _ in range(120):
         damaged = bytearray(whole)
         for _ in range(random.choice((1, 1, 2, 8))):
             at = random.randrange(8, 8 + length)
@@ -230,4 +217,4 @@ def test_a_damaged_header_is_refused_in_one_sentence(checkpoint: Path) -> None:
             load_decoder(checkpoint)
         except CheckpointError:
             refused += 1
-    assert refused > 250
+    assert refused > 90

@@ -57,6 +57,14 @@ def add_sizes(writer: Any, fields: dict[str, Any]) -> None:
     writer.add_head_count_kv(fields["num_key_value_heads"])
 
 
+def finish(writer: Any) -> None:
+    """Write the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 class Converter:
     """Writes one file. `fields`: the config.json, completed by transformers."""
 
@@ -279,11 +287,6 @@ class Converter:
         else:
             self.writer.add_tensor(found, self.gguf.quants.quantize(values, types[kind]), raw_dtype=types[kind])
 
-    def finish(self) -> None:
-        self.writer.write_header_to_file()
-        self.writer.write_kv_data_to_file()
-        self.writer.write_tensors_to_file()
-        self.writer.close()
 
 
 def write_gguf(directory: Path, path: Path, kind: str = "F32", tokenizer: Any = None) -> Path:
@@ -298,7 +301,7 @@ def write_gguf(directory: Path, path: Path, kind: str = "F32", tokenizer: Any = 
     converter.metadata()
     (tokenizer or no_tokenizer)(converter.writer)
     converter.tensors(load_file(directory / "model.safetensors"), kind)
-    converter.finish()
+    finish(converter.writer)
     return path
 
 

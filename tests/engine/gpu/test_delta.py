@@ -60,24 +60,28 @@ def test_similar_keys_and_slow_decay() -> None:
         assert error(recurrent[1], recurrent_[1]) < 2 * OUTPUT[dtype]
 
 
+def alone_of(
+    case: Case, rows: list[tuple[int, int, int, int]], conv: torch.Tensor, recurrent: torch.Tensor
+) -> tuple[Case, slice]:
+    """Returns the step that has only these segments, with these states, and which tokens of the case it has."""
+    begin, end = rows[0][0], rows[-1][1]
+    own = [(first - begin, last - begin, source, target) for first, last, source, target in rows]
+    tokens, bounds = slice(begin, end), [0, len(own)]
+    states = StateMeta(
+        *(torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in (own, bounds)), own, int(end - begin == 1)
+    )
+    x, g, beta = (each[tokens] for each in (case.x, case.g, case.beta))
+    return Case(x, g, beta, case.weight, conv, recurrent, states, own, bounds, case.heads), tokens
+
+
 def test_an_entry_alone_computes_what_it_does_in_a_batch() -> None:
     case = make(EVERYTHING, HEADS[0])
     y, conv, out, recurrent = case.run()
     for entry, (low, high) in enumerate(zip(case.bounds, case.bounds[1:], strict=False)):
-        rows = case.rows[low:high]
-        begin, end = rows[0][0], rows[-1][1]
-        own = [(first - begin, last - begin, source, target) for first, last, source, target in rows]
-        part = slice(begin, end)
-        states = StateMeta(
-            torch.tensor(own, dtype=torch.int32, device=DEVICE),
-            torch.tensor([0, len(own)], dtype=torch.int32, device=DEVICE), own, int(end - begin == 1),
-        )
-        alone = Case(
-            case.x[part], case.g[part], case.beta[part], case.weight, case.conv, case.recurrent, states, own,
-            [0, len(own)], case.heads,
-        ).run()
-        assert torch.equal(alone[0], y[part]) and torch.equal(alone[2], out[part]), entry
-        for *_, target in own:
+        part, tokens = alone_of(case, case.rows[low:high], case.conv, case.recurrent)
+        alone = part.run()
+        assert torch.equal(alone[0], y[tokens]) and torch.equal(alone[2], out[tokens]), entry
+        for *_, target in part.rows:
             assert torch.equal(alone[1][target], conv[target]) and torch.equal(alone[3][target], recurrent[target])
 
 
@@ -86,18 +90,10 @@ def test_a_checkpoint_continues_as_if_it_had_been_passed() -> None:
     whole = make([[192, 300, 77]], HEADS[0])
     y, conv, out, recurrent = whole.run()
     for cut in (1, 2):
-        begin, end = whole.rows[cut][0], whole.rows[-1][1]
-        own = [(a - begin, b - begin, source, target) for a, b, source, target in whole.rows[cut:]]
-        states = StateMeta(
-            torch.tensor(own, dtype=torch.int32, device=DEVICE),
-            torch.tensor([0, len(own)], dtype=torch.int32, device=DEVICE), own, 0,
-        )
-        rest = Case(
-            whole.x[begin:end], whole.g[begin:end], whole.beta[begin:end], whole.weight, conv, recurrent, states, own,
-            [0, len(own)], whole.heads,
-        ).run()
-        assert torch.equal(rest[0], y[begin:end]) and torch.equal(rest[2], out[begin:end])
-        assert torch.equal(rest[3][own[-1][3]], recurrent[whole.rows[-1][3]])
+        part, tokens = alone_of(whole, whole.rows[cut:], conv, recurrent)
+        rest = part.run()
+        assert torch.equal(rest[0], y[tokens]) and torch.equal(rest[2], out[tokens])
+        assert torch.equal(rest[3][part.rows[-1][3]], recurrent[whole.rows[-1][3]])
 
 
 @pytest.mark.parametrize("lengths,padding", [(DECODES, 0), (DRAFTS, 0), (EVERYTHING, 40)], ids=str)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from engine.llm import LLM
 from engine.model import ops as reference_ops
 from engine.model.linear import Fp8Blocks, Fp8Weight, GpuWeight, Int8Rows, embed
-from engine.outputs import RequestOutput
 from engine.params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -28,7 +27,7 @@ from tests.engine.gpu.test_engine import OPTIONS, SHAPE, ids_of  # noqa: E402
 from tests.engine.gpu.test_kernels import BOUND, DEVICE, error, normal  # noqa: E402
 from tests.support.models import Driver, make_request, make_runner, reference, save  # noqa: E402
 from tests.support.packing import FORMATS, quantise  # noqa: E402
-from tests.support.parity import our_logits  # noqa: E402
+from tests.support.parity import below_best, our_logits  # noqa: E402
 
 SHAPE_8 = {**SHAPE, "vocab_size": 5008, "initializer_range": 0.02}
 
@@ -163,13 +162,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def logprobs(llm: LLM, texts: list[list[int]]) -> np.ndarray:
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
     outputs = llm.generate(texts, params, use_tqdm=False)
-    return np.array([own for output in outputs for own, _ in own_and_best(output)])
+    listed = (found for output in outputs for found in output.prompt_logprobs or () if found)
+    return np.array([next(iter(found.values())).logprob for found in listed])
 
 
-def own_and_best(output: RequestOutput) -> list[tuple[float, float]]:
-    """The log-probabilities of each prompt token but the first, and of the most likely token in its place."""
-    listed = [list(found.values()) for found in output.prompt_logprobs or () if found]
-    return [(found[0].logprob, max(each.logprob for each in found)) for found in listed]
+def distance(llm: LLM, exact: Driver, row: int, text: list[int]) -> float:
+    """The error of a text's log-probabilities, root mean square, as a share of the spread of the exact ones."""
+    wanted = our_logits(exact, make_request(text, row), [len(text)]).log_softmax(-1)
+    difference = logprobs(llm, [text]) - wanted[torch.arange(len(text) - 1), torch.tensor(text[1:])].numpy()
+    found = float(np.sqrt(np.mean(difference**2)) / wanted.std())
+    print(f"{len(text)} tokens: {found:.4f} of the spread {wanted.std():.2f}")
+    return found
 
 
 @pytest.mark.parametrize("path", [{}, {"enforce_eager": True}, {"speculation": "prompt-lookup"}])
@@ -181,12 +184,8 @@ def test_every_path_draws_tokens_that_are_good_in_bfloat16(model: str, path: dic
     llm, plain = LLM(model, **OPTIONS, quantization="fp8", **path), LLM(model, **OPTIONS)
     assert llm.engine.runner.loaded.model.nbytes < 0.52 * plain.engine.runner.loaded.model.nbytes
     replies = ids_of(llm.generate(texts, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), False))
+    assert max(below_best(plain, texts, replies)) < 0.3, "the spread of the log-probabilities is about 3"
     again = [text + reply for text, reply in zip(texts, replies, strict=True)]
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
-    short = []
-    for text, output in zip(texts, plain.generate(again, params, use_tqdm=False), strict=True):
-        short += [best - own for own, best in own_and_best(output)[len(text) - 1 :]]
-    assert max(short) < 0.3, "the spread of the log-probabilities is about 3"
     difference = np.abs(logprobs(llm, again) - logprobs(plain, again))
     assert 0 < difference.mean() < 0.05
 
@@ -225,10 +224,4 @@ def test_a_quantised_checkpoint_is_near_its_expanded_matrices_in_float64(
     kept = [isinstance(layer.qkv, GpuWeight) for layer in llm.engine.runner.loaded.model.layers]  # type: ignore[attr-defined]
     assert kept == [options.get("quantization") != "none"] * 3
     for row, (length, bound) in enumerate(zip(LENGTHS, bounds, strict=True)):
-        text = np.random.default_rng(row).integers(0, 5000, length).tolist()
-        wanted = our_logits(exact, make_request(text, row), [length]).log_softmax(-1)
-        places = torch.arange(length - 1), torch.tensor(text[1:])
-        difference = logprobs(llm, [text]) - wanted[places].numpy()
-        distance = float(np.sqrt(np.mean(difference**2)) / wanted.std())
-        print(f"{name} {options}, {length} tokens: {distance:.4f} of the spread {wanted.std():.2f}")
-        assert distance < bound
+        assert distance(llm, exact, row, np.random.default_rng(row).integers(0, 5000, length).tolist()) < bound

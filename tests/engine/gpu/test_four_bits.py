@@ -22,13 +22,13 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from engine.kernels import four_bits  # noqa: E402
-from tests.engine.gpu.test_eight_bits import LENGTHS, SHAPE_8, STORED, logprobs, own_and_best  # noqa: E402
+from tests.engine.gpu.test_eight_bits import LENGTHS, SHAPE_8, STORED, distance  # noqa: E402
 from tests.engine.gpu.test_engine import OPTIONS, ids_of  # noqa: E402
 from tests.engine.gpu.test_kernels import BOUND, DEVICE, error, normal  # noqa: E402
 from tests.engine.test_packed import FOUR_BITS  # noqa: E402
-from tests.support.models import Driver, make_request, make_runner, reference, save  # noqa: E402
+from tests.support.models import Driver, make_runner, reference, save  # noqa: E402
 from tests.support.packing import FORMATS, quantise  # noqa: E402
-from tests.support.parity import our_logits  # noqa: E402
+from tests.support.parity import below_best  # noqa: E402
 
 SHAPES = [(128, 128, 32, True), (1024, 1152, 64, False), (4096, 4096, 128, False), (2048, 12288, 64, True),
           (4096, 12288, 128, True), (4096, 5120, 32, False)]
@@ -94,12 +94,7 @@ def test_tokens_are_drawn_that_are_good_when_they_are_read(path: dict[str, Any],
     texts = [rng.integers(0, 5000, int(rng.integers(20, 300))).tolist() for _ in range(count)]
     llm = LLM(str(tmp_path), **OPTIONS, quantization="int4", **path)
     replies = ids_of(llm.generate(texts, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), False))
-    again = [text + reply for text, reply in zip(texts, replies, strict=True)]
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
-    short = []
-    for text, output in zip(texts, llm.generate(again, params, use_tqdm=False), strict=True):
-        short += [best - own for own, best in own_and_best(output)[len(text) - 1 :]]
-    assert max(short) < 0.2, "the spread of the log-probabilities is about 3"
+    assert max(below_best(llm, texts, replies)) < 0.2, "the spread of the log-probabilities is about 3"
 
 
 @pytest.mark.parametrize("path", [{}, {"enforce_eager": True}])
@@ -120,10 +115,4 @@ def test_a_checkpoint_of_4_bits_is_computed_as_it_is(
             assert isinstance(ours.view, Int4Tiles)
             torch.testing.assert_close(ours.view.dense().cpu(), whole.view, rtol=1e-3, atol=1e-7)
     for row, length in enumerate(LENGTHS):
-        text = np.random.default_rng(row).integers(0, 5000, length).tolist()
-        wanted = our_logits(exact, make_request(text, row), [length]).log_softmax(-1)
-        places = torch.arange(length - 1), torch.tensor(text[1:])
-        difference = logprobs(llm, [text]) - wanted[places].numpy()
-        distance = float(np.sqrt(np.mean(difference**2)) / wanted.std())
-        print(f"{name} {path}, {length} tokens: {distance:.4f} of the spread {wanted.std():.2f}")
-        assert distance < 0.05
+        assert distance(llm, exact, row, np.random.default_rng(row).integers(0, 5000, length).tolist()) < 0.05

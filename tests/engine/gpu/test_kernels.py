@@ -122,83 +122,20 @@ def features(special: str, heads: int) -> dict[str, Any]:
 
 
 SPECIAL = ["window", "cap", "sinks", "all", "wide window"]
-
-
-@pytest.mark.parametrize("special", SPECIAL)
-@pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("n,longest", [(1, 40), (1, 5000), (5, 700), (200, 400)])
-def test_decodes_with_windows_soft_caps_and_sinks(n: int, longest: int, fused: bool, small: bool, special: str) -> None:
-    rng = np.random.default_rng(n + longest)
-    kv_heads, group, dim, eps = 2, 4, 64, 1e-6
-    lengths = rng.integers(1, longest + 1, n).tolist()
-    lengths[0] = longest
-    pages, more = Pages(rng, lengths, 16, kv_heads, dim, small), features(special, kv_heads * group)
-    table = torch.randn(longest + 1, dim, device=DEVICE)
-    weight = torch.rand(kv_heads * (group + 1), dim, device=DEVICE) + 0.5  # in fp32: rounded once, after the weight
-    qkv, positions = normal(n, kv_heads * (group + 2) * dim), pages.lengths.long() - 1
-    slots = torch.cat([pages.slots(i, range(length - 1, length)) for i, length in enumerate(lengths)])
-    keys, values, rope = pages.keys.clone(), pages.values.clone(), reference_ops.rope_rows(table, positions)
-    q = reference_ops.qk_norm_rope_store(qkv.clone(), weight, eps, rope, pages.keys, pages.values, slots, pages.scales)
-    workspace = DecodeWorkspace(n, kv_heads, group, dim, DEVICE)
-    out = torch.full((n, kv_heads * group * dim), float("nan"), device=DEVICE, dtype=DTYPE)
-    rows = torch.arange(n, dtype=torch.int32, device=DEVICE)
-    caches = (keys, values) if fused else (pages.keys, pages.values)
-    decode_attention(
-        qkv if fused else q, *caches, out, workspace, pages.table, rows, pages.lengths, dim**-0.5, group,
-        fused=(weight, table, eps) if fused else None, kv_scales=pages.scales, **more,
-    )
-    for i in range(0, n, max(1, n // 12)):
-        assert error(out[i].view(1, -1, dim), pages.attention(i, q[i : i + 1], **more)) < BOUND
-    assert not workspace.counters.any()
-
-
-@pytest.mark.parametrize("special", SPECIAL)
-@pytest.mark.parametrize("splits", [None, 4])
-@pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("dim", [64, 256])
-def test_chunks_with_windows_soft_caps_and_sinks(dim: int, small: bool, splits: int | None, special: str) -> None:
-    rng = np.random.default_rng(dim)
-    kv_heads, group = 2, 4
-    more = features(special, kv_heads * group)
-    for fresh in (False, True):
-        chunks = [1, 1, 3, 150, 70]
-        lengths = [chunk + (0 if fresh else int(rng.integers(0, 700))) for chunk in chunks]
-        pages = Pages(rng, lengths, 16, kv_heads, dim, small)
-        bounds = torch.tensor([0, *np.cumsum(chunks)], dtype=torch.int32, device=DEVICE)
-        qkv = normal(sum(chunks), kv_heads * (group + 2), dim)
-        q, keys, values = qkv.split([kv_heads * group, kv_heads, kv_heads], 1)
-        for i, (chunk, length) in enumerate(zip(chunks, lengths, strict=True)):
-            where, slots = slice(int(bounds[i]), int(bounds[i + 1])), pages.slots(i, range(length - chunk, length))
-            for k, (mine, cache) in enumerate(((keys, pages.keys), (values, pages.values))):
-                if pages.scales is None:
-                    cache.flatten(0, 1)[slots] = mine[where]
-                else:
-                    mine[where] = kv_fp8.dequantise(at(cache, slots), pages.scales[k], DTYPE)
-        workspace = PrefillWorkspace(kv_heads, dim, DEVICE)
-        for dense in (None, (keys, values)):
-            out = torch.full((len(q), kv_heads * group * dim), float("nan"), device=DEVICE, dtype=DTYPE)
-            prefill_attention(
-                q, pages.keys, pages.values, out, workspace, pages.table, pages.lengths, bounds, dim**-0.5,
-                first=2, max_seq_len=max(lengths), dense=dense, splits=splits, kv_scales=pages.scales, fresh=fresh,
-                **more,
-            )
-            for i in range(2, len(chunks)):
-                where = slice(int(bounds[i]), int(bounds[i + 1]))
-                assert error(out[where].view(chunks[i], -1, dim), pages.attention(i, q[where], **more)) < BOUND
-        assert not workspace.counters.any()
+# What is special, kv heads, query heads for each, their size, tokens of a block.
+FORMS = [*(("plain", *shape) for shape in SHAPES), *((special, 2, 4, 64, 16) for special in SPECIAL)]
 
 
 @pytest.mark.parametrize("n,longest", [(1, 40), (1, 5000), (3, 700), (20, 1500), (64, 300), (200, 400)])
-@pytest.mark.parametrize("kv_heads,group,dim,block_size", SHAPES)
+@pytest.mark.parametrize("special,kv_heads,group,dim,block_size", FORMS)
 @pytest.mark.parametrize("small", [False, True])
 def test_decode_attention_equals_the_reference(
-    small: bool, n: int, longest: int, kv_heads: int, group: int, dim: int, block_size: int
+    small: bool, n: int, longest: int, special: str, kv_heads: int, group: int, dim: int, block_size: int
 ) -> None:
     rng = np.random.default_rng(n * longest + group)
     lengths = rng.integers(1, longest + 1, n).tolist()
     lengths[0] = longest
-    pages = Pages(rng, lengths, block_size, kv_heads, dim, small)
+    pages, more = Pages(rng, lengths, block_size, kv_heads, dim, small), features(special, kv_heads * group)
     workspace = DecodeWorkspace(n + 1, kv_heads, group, dim, DEVICE)
     q = normal(n + 1, kv_heads * group, dim)
     rows = torch.arange(n + 1, dtype=torch.int32, device=DEVICE).clamp_max(n - 1)
@@ -207,56 +144,64 @@ def test_decode_attention_equals_the_reference(
         out = torch.full((n + 1, kv_heads * group * dim), float("nan"), device=DEVICE, dtype=DTYPE)
         decode_attention(
             q, pages.keys, pages.values, out, workspace, pages.table, rows, seq_lens, dim**-0.5, group,
-            kv_scales=pages.scales,
+            kv_scales=pages.scales, **more,
         )
         for i in range(0, n, max(1, n // 12)):
-            assert error(out[i].view(1, -1, dim), pages.attention(i, q[i : i + 1])) < BOUND
+            assert error(out[i].view(1, -1, dim), pages.attention(i, q[i : i + 1], **more)) < BOUND
         assert not out[n].any()
     assert not workspace.counters.any()
 
 
-@pytest.mark.parametrize("n", [1, 5, 70, 256])
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("n,longest", [(1, 40), (1, 5000), (5, 700), (70, 600), (256, 400)])
+@pytest.mark.parametrize(
+    "special,norm,kv_heads,group,dim",
+    [("plain", "bf16", 8, 2, 128), ("plain", "none", 8, 2, 128), *((each, "fp32", 2, 4, 64) for each in SPECIAL)],
+)
 @pytest.mark.parametrize("small", [False, True])
-def test_fused_decode_equals_norm_rope_store_and_attention(small: bool, n: int, normed: bool) -> None:
-    rng = np.random.default_rng(n)
-    kv_heads, group, dim, eps = 8, 2, 128, 1e-6
-    lengths = rng.integers(1, 600, n).tolist()
-    pages = Pages(rng, lengths, 16, kv_heads, dim, small)
-    table = torch.randn(700, dim, device=DEVICE)
-    weight = normal(kv_heads * (group + 1), dim) if normed else None
-    qkv = normal(n, kv_heads * (group + 2) * dim)
-    positions = pages.lengths.long() - 1
+def test_fused_decode_equals_norm_rope_store_and_attention(
+    small: bool, n: int, longest: int, special: str, norm: str, kv_heads: int, group: int, dim: int
+) -> None:
+    """A weight in fp32 is multiplied before the only rounding."""
+    rng, eps = np.random.default_rng(n + longest), 1e-6
+    lengths = rng.integers(1, longest + 1, n).tolist()
+    lengths[0] = longest
+    pages, more = Pages(rng, lengths, 16, kv_heads, dim, small), features(special, kv_heads * group)
+    table = torch.randn(longest + 1, dim, device=DEVICE)
+    exact = torch.rand(kv_heads * (group + 1), dim, device=DEVICE) + 0.5
+    weight = {"fp32": exact, "bf16": exact.bfloat16(), "none": None}[norm]
+    qkv, positions = normal(n, kv_heads * (group + 2) * dim), pages.lengths.long() - 1
     slots = torch.cat([pages.slots(i, range(length - 1, length)) for i, length in enumerate(lengths)])
-    keys, values = pages.keys.clone(), pages.values.clone()
-    rope = reference_ops.rope_rows(table, positions)
+    keys, values, rope = pages.keys.clone(), pages.values.clone(), reference_ops.rope_rows(table, positions)
     q = reference_ops.qk_norm_rope_store(qkv.clone(), weight, eps, rope, pages.keys, pages.values, slots, pages.scales)
     workspace = DecodeWorkspace(n, kv_heads, group, dim, DEVICE)
-    out = torch.empty(n, kv_heads * group * dim, device=DEVICE, dtype=DTYPE)
+    out = torch.full((n, kv_heads * group * dim), float("nan"), device=DEVICE, dtype=DTYPE)
     rows = torch.arange(n, dtype=torch.int32, device=DEVICE)
     decode_attention(
         qkv, keys, values, out, workspace, pages.table, rows, pages.lengths, dim**-0.5, group,
-        fused=(weight, table, eps), kv_scales=pages.scales,
+        fused=(weight, table, eps), kv_scales=pages.scales, **more,
     )
     assert error(at(keys, slots).float(), at(pages.keys, slots).float()) < (ROUNDED_APART if small else 1e-3)
     assert torch.equal(at(values, slots).float(), at(pages.values, slots).float())
     for i in range(0, n, max(1, n // 12)):
-        assert error(out[i].view(1, -1, dim), pages.attention(i, q[i : i + 1])) < BOUND
+        assert error(out[i].view(1, -1, dim), pages.attention(i, q[i : i + 1], **more)) < BOUND
+    assert not workspace.counters.any()
 
 
 @pytest.mark.parametrize("splits", [None, 1, 4])
-@pytest.mark.parametrize("kv_heads,group,dim,block_size", SHAPES)
+@pytest.mark.parametrize(
+    "special,kv_heads,group,dim,block_size", [*FORMS, *((special, 2, 4, 256, 16) for special in SPECIAL)]
+)
 @pytest.mark.parametrize("small", [False, True])
 def test_prefill_attention_equals_the_reference(
-    small: bool, splits: int | None, kv_heads: int, group: int, dim: int, block_size: int
+    small: bool, splits: int | None, special: str, kv_heads: int, group: int, dim: int, block_size: int
 ) -> None:
     """Chunks after cached prefixes of any length, behind sequences that decode; own keys from cache and projection."""
-    rng = np.random.default_rng(group * dim)
+    rng, more = np.random.default_rng(group * dim), features(special, kv_heads * group)
     for case in range(4):
         decodes = int(rng.integers(0, 3))
         chunks = [1] * decodes + rng.integers(1, (20, 300)[case % 2], int(rng.integers(1, 6))).tolist()
         fresh = case == 3  # no keys of earlier steps
-        lengths = [chunk + int(rng.integers(0, 400)) * int(rng.integers(0, 1 if fresh else 2)) for chunk in chunks]
+        lengths = [chunk + int(rng.integers(0, 700)) * int(rng.integers(0, 1 if fresh else 2)) for chunk in chunks]
         pages = Pages(rng, lengths, block_size, kv_heads, dim, small)
         bounds = torch.tensor([0, *np.cumsum(chunks)], dtype=torch.int32, device=DEVICE)
         qkv = normal(sum(chunks), kv_heads * (group + 2), dim)
@@ -277,11 +222,11 @@ def test_prefill_attention_equals_the_reference(
             prefill_attention(
                 q, pages.keys, pages.values, out, workspace, pages.table, pages.lengths, bounds, dim**-0.5,
                 first=decodes, max_seq_len=max(lengths), dense=dense, splits=splits, kv_scales=pages.scales,
-                fresh=fresh,
+                fresh=fresh, **more,
             )
             for i in range(decodes, len(chunks)):
                 where = slice(int(bounds[i]), int(bounds[i + 1]))
-                assert error(out[where].view(chunks[i], -1, dim), pages.attention(i, q[where])) < BOUND
+                assert error(out[where].view(chunks[i], -1, dim), pages.attention(i, q[where], **more)) < BOUND
         assert not workspace.counters.any()
 
 
