@@ -113,10 +113,7 @@ def choose(config: EngineConfig, model: ModelConfig, device: torch.device, dtype
     if model.packing is not None and (stored := _as_stored(model, model.packing)):
         with suppress(EngineError):
             check(replace(config, quantization=stored), model, device, dtype)
-            return stored, (
-                f"the checkpoint's {model.packing.method} weights are computed in {SMALL[stored]} bits ({stored}), "
-                "as they are stored; the embedding and the output matrix are rounded to 8 bits"
-            )
+            return stored, _said_as_stored(stored, model.packing)
     kind = "none"
     exact = model.dtype == "bfloat16" and model.packing is None
     if exact and config.tensor_parallel_size == 1 and config.kv_cache_dtype == "auto":
@@ -147,16 +144,20 @@ def _as_stored(model: ModelConfig, packing: Packing) -> str:
     return "int8" if all(eight) else ""
 
 
+def _said_as_stored(kind: str, packing: Packing) -> str:
+    return (
+        f"the checkpoint's {packing.method} weights are computed in {SMALL[kind]} bits ({kind}), as they are stored; "
+        "the embedding and the output matrix are rounded to 8 bits"
+    )
+
+
 def _choose_on_gpu(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> tuple[str, str]:
     """Like `choose`, for a quantised checkpoint: its own numbers; else the 16-bit type, or fp8 if that fits."""
     assert model.packing is not None
     stored = KEPT if matrices("int4", model, torch.bfloat16) is Int4Tiles else "int4"
     why = refusal(replace(config, quantization=stored), model, device, dtype)
     if not why:
-        return stored, "" if stored == KEPT else (
-            f"the checkpoint's {model.packing.method} weights are computed in 4 bits (int4), as they are stored; the "
-            "embedding and the output matrix are rounded to 8 bits"
-        )
+        return stored, "" if stored == KEPT else _said_as_stored(stored, model.packing)
     expanded = f"the checkpoint's {model.packing.method} weights are expanded"
     bytes_ = weight_bytes("none", model, torch.bfloat16) // config.tensor_parallel_size
     room = int(torch.cuda.mem_get_info(device)[0] * config.gpu_memory_utilization)
@@ -220,9 +221,7 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
         raise EngineError(
             f"{kind} weights need triton, which is not installed: pip install triton, or use --quantization none"
         )
-    if kind == "int4":
-        return
-    if kind != KEPT:  # otherwise matrices whose shapes the kernels do not support are expanded, one by one
+    if kind == "fp8":  # of a checkpoint's own matrices, those whose shapes the kernels lack are expanded, one by one
         check_fp8_sizes(model)
 
 
