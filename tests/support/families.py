@@ -27,8 +27,7 @@ def random_config(kind: str, seed: int) -> dict[str, Any]:
     layers = random.choice([2, 3, 4])
     raw = {**SMALL, "model_type": kind, "num_hidden_layers": layers, "num_key_value_heads": random.choice([1, 2, 4])}
     raw |= {"tie_word_embeddings": random.random() < 0.5}
-    raw |= FAMILIES[kind](random, layers) if kind in FAMILIES else SMALL_EXPERTS if kind == "qwen3_moe" else {}
-    return without_gaps(raw)
+    return without_gaps(raw | FAMILIES[kind](random, layers))
 
 
 def without_gaps(raw: dict[str, Any]) -> dict[str, Any]:
@@ -48,6 +47,38 @@ def _layer_types(random: Random, layers: int) -> dict[str, Any]:
     kinds += random.choices(kinds, k=layers - 2)
     random.shuffle(kinds)
     return {"layer_types": kinds}
+
+
+def _rope(random: Random) -> dict[str, Any]:
+    scaling = random.choice([None, YARN, LLAMA3, LINEAR])
+    return _maybe(random, rms_norm_eps=1e-4, rope_theta=5000.0, rope_scaling=scaling)
+
+
+def _llama(random: Random, layers: int) -> dict[str, Any]:
+    return _maybe(random, attention_bias=True, mlp_bias=True) | _rope(random)
+
+
+def _mistral(random: Random, layers: int) -> dict[str, Any]:
+    return _rope(random) | {"sliding_window": random.choice([3, 11])} | _layer_types(random, layers)
+
+
+def _qwen(random: Random, layers: int) -> dict[str, Any]:
+    fields = {"use_sliding_window": True, "sliding_window": random.choice([3, 11])} | _rope(random)
+    return fields | _maybe(random, max_window_layers=random.choice([0, 1])) | _layer_types(random, layers)
+
+
+def _qwen2(random: Random, layers: int) -> dict[str, Any]:
+    return _qwen(random, layers) | {"head_dim": 16}
+
+
+def _qwen3(random: Random, layers: int) -> dict[str, Any]:
+    return _qwen(random, layers) | _maybe(random, attention_bias=True)
+
+
+def _qwen3_moe(random: Random, layers: int) -> dict[str, Any]:
+    fields = {"norm_topk_prob": random.random() < 0.5, "decoder_sparse_step": random.choice([1, 2]), **SMALL_EXPERTS}
+    window = {"use_sliding_window": True, "sliding_window": random.choice([3, 11])}
+    return _rope(random) | fields | _maybe(random, attention_bias=True) | _maybe(random, **window)
 
 
 def _granite(random: Random, layers: int) -> dict[str, Any]:
@@ -238,6 +269,7 @@ class InDouble(TorchFunctionMode):
 
 
 FAMILIES = {
+    "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
     "granite": _granite, "seed_oss": _seed_oss, "cwm": _cwm, "ministral": _ministral, "ministral3": _ministral3,
     "smollm3": _smollm3, "mixtral": _mixtral, "phi3": _phi3, "olmo2": _olmo, "olmo3": _olmo3, "glm4": _glm4,
     "gemma2": _gemma2, "gemma3_text": _gemma3, "stablelm": _stablelm, "starcoder2": _starcoder2, "gpt_oss": _gpt_oss,
