@@ -118,8 +118,9 @@ def test_segments_continue_each_other_and_leave_checkpoints() -> None:
     assert torch.equal(states[0][20], states[0][rows[-1][3]])
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("seed", "dtype"), [(0, torch.float64), (1, torch.float64), (2, torch.float32), (3, torch.bfloat16)]
+)
 def test_sequences_of_a_step_do_not_depend_on_each_other(seed: int, dtype: torch.dtype) -> None:
     """Decodes, decodes with drafts, chunks and padding: the same numbers as alone, in steps that follow each other."""
     rng, layers = random.Random(seed), [Layer(10 * seed + i, dtype, 120) for i in range(6)]

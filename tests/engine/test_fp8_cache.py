@@ -72,6 +72,23 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(reference("qwen3"), tmp_path_factory.mktemp("qwen3"))
 
 
+def replies(directory: Path, **options: Any) -> list[list[int]]:
+    """The reply to a prompt alone, and to four of which three begin alike."""
+    shared = prompt(0, 21)
+    prompts = [shared + prompt(1, 5), shared + prompt(2, 14), prompt(3, 30), shared]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    settings = {"num_blocks": 64, "block_size": 4, **OPTIONS, **options}
+    llm = LLM(str(directory), dtype="float64", device="cpu", load_tokenizer=False, **settings)
+    found = [out.outputs[0].token_ids for part in (prompts[:1], prompts) for out in llm.generate(part, params, False)]
+    llm.engine.check()
+    return found
+
+
+@pytest.fixture(scope="module")
+def usual(qwen: Path) -> list[list[int]]:
+    return replies(qwen)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -80,19 +97,11 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["in chunks of 7", "nothing shared", "with preemptions", "larger blocks", "speculating"],
 )
-def test_how_a_prompt_is_computed_changes_no_token(qwen: Path, options: dict[str, Any]) -> None:
+def test_how_a_prompt_is_computed_changes_no_token(
+    qwen: Path, usual: list[list[int]], options: dict[str, Any]
+) -> None:
     """A step reads its own keys rounded, as every later step will: exact in float64."""
-    shared = prompt(0, 21)
-    prompts = [shared + prompt(1, 5), shared + prompt(2, 14), prompt(3, 30), shared]
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-    replies = []
-    for changed in ({}, options):
-        settings = {"num_blocks": 64, "block_size": 4, **changed}
-        llm = LLM(str(qwen), dtype="float64", device="cpu", load_tokenizer=False, **OPTIONS, **settings)
-        replies.append([llm.generate([ids], params, use_tqdm=False)[0].outputs[0].token_ids for ids in prompts[:1]])
-        replies[-1] += [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
-        llm.engine.check()
-    assert replies[0] == replies[1]
+    assert replies(qwen, **options) == usual
 
 
 def test_attention_is_off_by_four_percent_at_most() -> None:
@@ -111,15 +120,12 @@ def test_attention_is_off_by_four_percent_at_most() -> None:
 
 
 def test_the_bundled_model_answers_as_in_float32() -> None:
-    questions = ["What does the scheduler do?"]
-    chats = [
-        [{"role": "system", "content": tutor.DEFAULT_SYSTEM_PROMPT}, {"role": "user", "content": q}] for q in questions
+    chat = [
+        {"role": "system", "content": tutor.DEFAULT_SYSTEM_PROMPT},
+        {"role": "user", "content": "What does the scheduler do?"},
     ]
     params = SamplingParams(temperature=0, max_tokens=40)
-    answers = [
-        [out.outputs[0].text for out in LLM(str(tutor.model_dir()), **o).chat(chats, params, False)]
-        for o in ({}, OPTIONS)
-    ]
+    answers = [LLM(str(tutor.model_dir()), **o).chat(chat, params, False)[0].outputs[0].text for o in ({}, OPTIONS)]
     assert answers[0] == answers[1]
 
 

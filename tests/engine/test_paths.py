@@ -195,9 +195,10 @@ def test_every_combination_has_a_path_or_a_refusal_with_advice(gpus: Any) -> Non
         [{}, FLASH, {"attention_backend": "triton"}, {"attention_backend": "torch,triton"}],
     ]
     ways: dict[str, int] = {}
-    for capability in (HOPPER, TURING):
+    few = [MODELS["dense"], MODELS["delta"]]
+    for capability, models in ((HOPPER, [*MODELS.values()]), (TURING, few)):
         gpus(capability)
-        for model, picks in itertools.product(MODELS.values(), itertools.product(*choices)):
+        for model, picks in itertools.product(models, itertools.product(*choices)):
             options = {name: value for pick in picks for name, value in pick.items()}
             found = way(model, **options)
             if found.startswith("refused"):
@@ -207,7 +208,7 @@ def test_every_combination_has_a_path_or_a_refusal_with_advice(gpus: Any) -> Non
                 why_not = build.without_graphs(model, EngineConfig(device="cuda", dtype="bfloat16", **options))
                 assert (why_not == "") == ("CudaGraphs" in found), (options, found, why_not)
             ways[found] = ways.get(found, 0) + 1
-    assert sum(ways.values()) == 2 * len(MODELS) * 16 * 3 * 4
+    assert sum(ways.values()) == (len(MODELS) + len(few)) * 16 * 3 * 4
     assert {"CudaGraphs + Eager, flash + triton", "CudaGraphs + Eager, triton", "Eager, torch", "refused"} <= set(ways)
 
 

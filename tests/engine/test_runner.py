@@ -36,42 +36,6 @@ def test_only_entries_that_sample_draw(driver: Driver) -> None:
     assert driver.result.bad == []
 
 
-def test_decodes_and_prefills_share_a_step_without_changing_each_other(directory: Path) -> None:
-    alone = [Driver(make_runner(directory, "float64")).generate(make_request(prompt(i), 0), 6) for i in range(3)]
-    driver = Driver(make_runner(directory, "float64"))
-    requests = [make_request(prompt(i), i) for i in range(3)]
-    driver.run([(requests[0], 20, True)])
-    driver.run([(requests[0], 1, True), (requests[1], 9, False)])
-    driver.run([(requests[0], 1, True), (requests[1], 11, True), (requests[2], 3, False)])
-    driver.run([(requests[0], 1, True), (requests[1], 1, True), (requests[2], 17, True)])
-    while any(len(request.output_ids) < 6 for request in requests):
-        driver.run([(request, 1, True) for request in requests if len(request.output_ids) < 6])
-    assert [request.output_ids for request in requests] == alone
-
-
-SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 7}
-
-
-def sampled(row: int, ids: list[int]) -> Any:
-    return make_request(ids, row, seed=7, **{key: value for key, value in SAMPLED.items() if key != "seed"})
-
-
-def test_a_seed_gives_the_same_tokens_alone_in_a_batch_in_chunks_and_after_a_cache_hit(directory: Path) -> None:
-    ids = prompt(5, 21)
-    expected = Driver(make_runner(directory, "float64")).generate(sampled(0, ids), 10)
-    assert len(set(expected)) > 4
-    driver = Driver(make_runner(directory, "float64"))
-    assert driver.generate(sampled(0, ids), 10, chunk=4) == expected
-    follower, leader = sampled(1, ids), make_request(ids, 2)
-    driver.run([(leader, 21, True)])
-    driver.share(follower, leader, 5)
-    others = [make_request(prompt(9 + row), row, seed=row, temperature=1.5) for row in (3, 4)]
-    driver.run([(others[0], 20, True), (others[1], 20, True), (follower, 1, True)])
-    for _ in range(9):
-        driver.run([(others[0], 1, True), (follower, 1, True), (others[1], 1, True)])
-    assert follower.output_ids == expected
-
-
 def test_nan_in_one_request_ends_it_alone(directory: Path) -> None:
     runner = make_runner(directory)
     with torch.inference_mode():

@@ -30,8 +30,7 @@ STEPS: dict[str, tuple[Segments, Heads, int]] = {
     "wide": ([[7, 1]], (1, 1, 256, 128), 2),
 }
 CAPTURED: dict[str, tuple[Segments, Size]] = {
-    "extend 16": ([[1], [11, 2]], Size(16, 0)),
-    "extend 32": ([[5], [1], [1, 3]], Size(32, 0)),
+    "extend 16": ([[5], [1], [1, 3]], Size(16, 0)),
     "extend 32 with 16": ([[1]] * 9 + [[8, 5, 1]], Size(32, 16)),
 }
 
