@@ -37,7 +37,7 @@ class LLMEngine:
         self.close = built.close  # also ends the processes of the ranks other than 0
         self.generated_tokens = 0
         self._counted = None if disable_log_stats else Counted(self.engine, self.info)
-        self._outputs = OutputProcessor(self.tokenizer, self.engine.log)
+        self._outputs = OutputProcessor(self.tokenizer, self.engine)
         self._samples: dict[int, tuple[Collector, int]] = {}  # by the number of the engine's request
         self._numbers: dict[str, list[int]] = {}  # of the samples of an open request
 
@@ -73,11 +73,8 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; return the outputs of the requests that have news, as params.output_kind wants them."""
-        deltas, stopped = self._outputs.process(self.engine.step())
-        for number, tokens_shown in stopped:
-            self.engine.abort(number, "stop", tokens_shown)
         changed: dict[str, Collector] = {}
-        for delta in deltas:
+        for delta in self._outputs.process(self.engine.step()):
             collector, index = self._samples[delta.request_id]
             collector.add(index, delta)
             self.generated_tokens += len(delta.ids)

@@ -36,7 +36,7 @@ class EngineLoop:
 
     def __init__(self, built: Any, commands: queue.SimpleQueue[Command], writer: Writer, heart: Heart) -> None:
         self.engine = built.engine
-        self.outputs = OutputProcessor(built.tokenizer, self.engine.log)
+        self.outputs = OutputProcessor(built.tokenizer, self.engine)
         self.commands = commands
         self.writer = writer
         self.heart = heart
@@ -244,12 +244,8 @@ class EngineLoop:
 
     def _queue_text(self, emitted: list[Any]) -> None:
         """Turn the tokens of a commit into deltas. If steps overlap, the next step already runs on the device."""
-        if not emitted:
-            return
-        deltas, stopped = self.outputs.process(emitted)
-        for request_id, tokens_shown in stopped:
-            self.engine.abort(request_id, "stop", tokens_shown)
-        self._emit(deltas)
+        if emitted:
+            self._emit(self.outputs.process(emitted))
 
     def _emit(self, deltas: list[Delta]) -> None:
         for delta in deltas:

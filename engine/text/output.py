@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.request import Request
 from engine.core.step import Emitted, TokenLogprobs
-from engine.trace.records import RecordLog
 from engine.trace.speed import decode_speed
 
 if TYPE_CHECKING:
+    from engine.core.engine import Engine
     from engine.text.detokenizer import Detokenizer
 
 
@@ -62,11 +62,14 @@ class _Stream:
 
 
 class OutputProcessor:
-    """Keeps a text stream for each request. Without a tokenizer it returns no text and finds no stop strings."""
+    """Keeps a text stream for each request of an engine, and ends the requests whose text contains a stop string.
 
-    def __init__(self, tokenizer: Any, log: RecordLog) -> None:
+    Without a tokenizer it returns no text and finds no stop strings.
+    """
+
+    def __init__(self, tokenizer: Any, engine: Engine) -> None:
         self._tokenizer = tokenizer
-        self._log = log
+        self._engine = engine
         self._streams: dict[int, _Stream] = {}
 
     def open(self, request: Request) -> None:
@@ -84,11 +87,9 @@ class OutputProcessor:
         rest = stream.held + (stream.detokenizer.flush() if stream.detokenizer is not None else "")
         return Delta(request_id, rest, [], reason, self._metrics(stream))
 
-    def process(self, emitted: list[Emitted]) -> tuple[list[Delta], list[tuple[int, int]]]:
-        """Returns the deltas of one commit, and the requests that must end because of a stop string: (id, tokens of
-        the reply). The commit may have appended more tokens to the request."""
+    def process(self, emitted: list[Emitted]) -> list[Delta]:
+        """Returns the deltas of one commit. The commit may have appended tokens behind a stop string."""
         deltas: list[Delta] = []
-        stopped: list[tuple[int, int]] = []
         for item in emitted:
             stream = self._streams.get(item.request.id)
             if stream is None:
@@ -105,13 +106,13 @@ class OutputProcessor:
             if item.prompt_logprobs:
                 delta.prompt_logprobs = item.prompt_logprobs
             if self._advance(stream, item, delta):
-                stopped.append((item.request.id, stream.drawn))
+                self._engine.abort(item.request.id, "stop", stream.drawn)
                 delta.finish_reason = "stop"
             if delta.finish_reason:
                 delta.metrics = self._metrics(stream)
                 del self._streams[item.request.id]
             deltas.append(delta)
-        return deltas, stopped
+        return deltas
 
     def _advance(self, stream: _Stream, item: Emitted, delta: Delta) -> bool:
         """Decode the drawn token into the delta; return True if a stop string ends the request."""
@@ -141,7 +142,7 @@ class OutputProcessor:
 
     def _metrics(self, stream: _Stream) -> dict[str, Any]:
         """Returns the metrics of a reply. The times exclude pauses (a closed gate) and the delay of slow motion."""
-        request, drawn, now = stream.request, stream.drawn, self._log.worked()
+        request, drawn, now = stream.request, stream.drawn, self._engine.log.worked()
         submitted = request.submitted_work
         admitted = request.admitted_work or now
         queue_ms, prefill_ms = request.ttft_ms or ((admitted - submitted) * 1e3, (now - admitted) * 1e3)

@@ -140,7 +140,7 @@ def step_cost(rows: int, delay: int, records: bool, runs: int = RUNS) -> StepCos
 def _step_cost(rows: int, delay: int, records: bool) -> StepCost:
     engine = _decoding(rows, delay)
     engine.log.enabled = records
-    outputs = OutputProcessor(None, engine.log)
+    outputs = OutputProcessor(None, engine)
     for request in engine.scheduler.running:
         outputs.open(request)
     plans, commits = _timed(engine.scheduler, "plan"), _timed(engine.committer, "commit")
@@ -150,8 +150,7 @@ def _step_cost(rows: int, delay: int, records: bool) -> StepCost:
             began = time.perf_counter()
             emitted = engine.step()
             ended = time.perf_counter()
-            deltas, _ = outputs.process(emitted)
-            news = ("news", [delta.packed() for delta in deltas], engine.log.drain())
+            news = ("news", [delta.packed() for delta in outputs.process(emitted)], engine.log.drain())
             on_the_wire(news)
             emits.append(time.perf_counter() - ended)
             whole.append(ended - began)

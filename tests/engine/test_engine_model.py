@@ -143,7 +143,7 @@ def test_n_samples_of_one_prompt_differ_share_their_prompt_and_repeat_with_the_s
 def test_memory_and_blocks_after_500_requests_are_what_they_were_after_50(checkpoint: Path) -> None:
     """Through a loop like a server's: nothing is kept of those that have finished."""
     engine = make_engine(checkpoint, blocks=64, budget=128, rows=16)
-    outputs = OutputProcessor(None, engine.log)
+    outputs = OutputProcessor(None, engine)
     r = random.Random(0)
     sizes: list[tuple[int, int]] = []
     for n in range(500):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -43,20 +45,31 @@ class Words(Letters):
         return "".join(self._words[token] for token in ids)
 
 
+class Aborted:
+    """Stands in for the engine: notes which requests are ended, and after how many tokens."""
+
+    def __init__(self) -> None:
+        self.log = RecordLog()
+        self.requests: list[tuple[int, str, int]] = []
+
+    def abort(self, *request: Any) -> None:
+        self.requests.append(request)
+
+
 def feed(text: str, params: SamplingParams, end: str = "length") -> tuple[list[Delta], bool]:
     """All deltas for a reply drawn one letter at a time, and whether a stop string ended it."""
-    outputs = OutputProcessor(Letters(), RecordLog())
+    engine: Any = Aborted()
+    outputs = OutputProcessor(Letters(), engine)
     request = Request(1, [1], params, 0, 10_000, stop_ids=frozenset({EOS}), prompt_len=1)
     outputs.open(request)
     deltas: list[Delta] = []
     tokens = [*map(ord, text), *([EOS] if end == "stop" else [])]
     for i, token in enumerate(tokens):
         request.ids.append(token)
-        new, stopped = outputs.process([Emitted(request, token, end if i == len(tokens) - 1 else "")])
-        deltas += new
-        if stopped:
+        deltas += outputs.process([Emitted(request, token, end if i == len(tokens) - 1 else "")])
+        if engine.requests:
             # One more token was in flight: it must not be shown.
-            assert outputs.process([Emitted(request, ord("!"))]) == ([], [])
+            assert outputs.process([Emitted(request, ord("!"))]) == [] and engine.requests == [(1, "stop", i + 1)]
             return deltas, True
     return deltas, False
 
@@ -108,14 +121,14 @@ def test_a_stop_string_fires_if_it_ends_beyond_min_tokens_and_only_then(
         if hits:
             expected, met = text[: min(hits)[0]], True
             break
-    shown, stopped = "", False
-    outputs = OutputProcessor(Words(words), RecordLog())
+    shown, engine = "", Aborted()
+    outputs = OutputProcessor(Words(words), engine)  # type: ignore[arg-type]
     request = Request(1, [1], SamplingParams(stop=tuple(stops), min_tokens=min_tokens), 0, 10_000, prompt_len=1)
     outputs.open(request)
     for i in range(len(words)):
-        deltas, stopped_ids = outputs.process([Emitted(request, i, "length" if i == len(words) - 1 else "")])
-        shown, stopped = shown + "".join(delta.text for delta in deltas), stopped or bool(stopped_ids)
-    assert (shown, stopped) == (expected, met)
+        deltas = outputs.process([Emitted(request, i, "length" if i == len(words) - 1 else "")])
+        shown += "".join(delta.text for delta in deltas)
+    assert (shown, bool(engine.requests)) == (expected, met)
 
 
 @pytest.mark.parametrize(("params", "end", "reason"), [
@@ -141,7 +154,7 @@ def test_the_token_that_ends_a_reply_is_in_the_ids_but_not_in_the_text() -> None
 
 
 def test_closing_gives_back_what_was_held() -> None:
-    outputs = OutputProcessor(Letters(), RecordLog())
+    outputs = OutputProcessor(Letters(), Aborted())  # type: ignore[arg-type]
     request = Request(1, [1], SamplingParams(stop=("END",)), 0, 100, prompt_len=1)
     outputs.open(request)
     outputs.process([Emitted(request, ord("E"))])

@@ -113,7 +113,7 @@ def test_draws_follow_the_softmax_exactly() -> None:
 def test_a_flat_distribution_over_a_large_vocabulary_is_drawn_flat() -> None:
     """Noise of few bits would favour low ids, which win ties."""
     vocab, count = 5000, 500
-    counts = sum(draws(torch.zeros(vocab), count, seed=seed, temperature=1.0) for seed in range(20))
+    counts = sum(draws(torch.zeros(vocab), count, seed=seed, temperature=1.0) for seed in range(8))
     buckets = counts.reshape(20, -1).sum(1)
     assert_drawn_from(torch.full((20,), 1 / 20), buckets)
 

@@ -127,7 +127,7 @@ def test_cpu_decode_computes_the_logits_of_the_decoder(tmp_path: Path) -> None:
 def test_tokens_after_a_stop_string_inside_accepted_drafts_are_neither_shown_nor_counted(checkpoint: Path) -> None:
     def answer(tokens: int, stop: tuple[str, ...] = (), least: int = 0) -> tuple[str, int, int]:
         engine = make_engine(checkpoint, speculative_tokens=tokens)
-        outputs = OutputProcessor(Letters(), engine.log)
+        outputs = OutputProcessor(Letters(), engine)
         ids = [7, 8, 9, 10, 11] * 4
         bias = {id: 60.0 if id == 9 else 50.0 for id in (7, 8, 9)}
         params = SamplingParams(
@@ -137,9 +137,7 @@ def test_tokens_after_a_stop_string_inside_accepted_drafts_are_neither_shown_nor
         outputs.open(request)
         text, told = "", 0
         while engine.has_work:
-            deltas, stopped = outputs.process(engine.step())
-            for id, shown in stopped:
-                engine.abort(id, "stop", shown)
+            deltas = outputs.process(engine.step())
             text += "".join(delta.text for delta in deltas)
             told += sum(len(delta.ids) for delta in deltas)
             metrics = [delta.metrics for delta in deltas if delta.metrics]

@@ -192,7 +192,7 @@ class FakeSource(Source):
             eos_ids=frozenset({END}),
         )
         self.runner.scheduler = self.engine.scheduler
-        self.outputs = OutputProcessor(ByteCodec(), self.engine.log)
+        self.outputs = OutputProcessor(ByteCodec(), self.engine)
         self.streams: dict[int, FakeStream] = {}
         self.error = None
         self.info = EngineInfo(
@@ -213,10 +213,7 @@ class FakeSource(Source):
 
     def take_step(self) -> None:
         """One step of the engine; its tokens go to the streams."""
-        deltas, stopped = self.outputs.process(self.engine.step())
-        for request_id, tokens_shown in stopped:
-            self.engine.abort(request_id, "stop", tokens_shown)
-        for delta in deltas:
+        for delta in self.outputs.process(self.engine.step()):
             self.streams[delta.request_id].news.put_nowait(delta)
         self._flush()
 

@@ -82,7 +82,7 @@ def played(seed: int, kind: str) -> Truth:
         return record(times, plan, *results)
 
     engine.clock.record = clocked  # type: ignore[assignment]
-    outputs = OutputProcessor(None, engine.log)
+    outputs = OutputProcessor(None, engine)
     step, add, abort = engine.step, engine.add_request, engine.abort
 
     def told(deltas: list[Delta]) -> None:
@@ -92,7 +92,7 @@ def played(seed: int, kind: str) -> Truth:
         if engine.scheduler.running and len(truth.snapshots) < 4 and load.random.random() < 0.05:
             truth.snapshots.append(engine.snapshot())
         emitted = step()
-        told(outputs.process(emitted)[0])
+        told(outputs.process(emitted))
         return emitted
 
     def added(*args: Any, **settings: Any) -> Any:
