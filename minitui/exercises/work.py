@@ -11,7 +11,7 @@ from typing import NamedTuple
 from minitui.viewmodel.explain.cost_model import PREFILL_TOKENS
 from minitui.viewmodel.history.steps import Steps
 from minitui.whatif.asked import UNKNOWN, Asked, Recorded
-from minitui.whatif.cost import FEATURES, KINDS, Costs
+from minitui.whatif.cost import AS_FITTED, FEATURES, KINDS, Costs
 from minitui.whatif.settings import Setting
 
 STEP_MS, TOKEN_MS = 4.0, 0.05  # of a step, and of each of its tokens: round numbers, not those of a device
@@ -32,7 +32,7 @@ def costs() -> Costs:
     own[0] = STEP_MS
     own[FEATURES.index("rows")] = own[PREFILL_TOKENS] = TOKEN_MS
     nothing, most = [0.0] * len(FEATURES), [inf] * len(FEATURES)
-    return Costs(own, nothing, False, False, most, 1, 0.0, [], [([0], [0.0], [1.0])] * len(KINDS))
+    return Costs(own, nothing, False, False, most, 1, 0.0, [], [AS_FITTED] * len(KINDS))
 
 
 def _work(asked: Iterable[tuple[float, list[int], int]], setting: Setting) -> Work:

@@ -5,11 +5,11 @@ token, key and so on. Beside the keys that each row reads, the keys that all row
 shared block from its memory once. Where the recording has the device's time, and steps overlap, a step takes the longer
 of the device's time and the host's. The device computes a step without a CUDA graph while the host launches it.
 
-A played step takes the fitted time, and deviates from it as a recorded step of the same path (padded to the same number
-of rows) and about the same time did: kernels have steps and corners that no line has (a CPU changes its kernels at 48
-tokens), a step of the same work does not always take the same time, and the 99th percentile is made of that. Recorded
-deviations are used equally often, so that their sum is right. Stalls are rare, and come as often as in the recording,
-in steps of any kind.
+A played step takes the fitted time, and deviates from it as a recorded step did that it resembles: padded to the same
+number of rows, with about the same time, rows and longest text. Kernels have steps and corners that no line has (a GPU
+waits for the longest text, a CPU changes its kernels at 48 tokens), a step of the same work does not always take the
+same time, and the 99th percentile is made of that. Recorded deviations are used equally often, so that their sum is
+right. Stalls are rare, and come as often as in the recording, in steps of any kind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,9 @@ KEYS, HELD = FEATURES.index("keys"), FEATURES.index("held keys")
 BEYOND = 1.1  # multiple of the most work in a recorded step
 NAMES = ("steps", "rows", "rows", "draft tokens", "prompts", "prompt tokens", "keys that decodes read",
          "pairs of query and key in prompts", "tokens in the blocks that requests hold")
-NEAR = 16  # steps: a deviation is one of so many recorded steps
+NEAR = 8  # steps: a deviation is one of so many recorded steps
+CONSIDERED = 256  # recorded steps with about the same time, among which the nearest are sought
+UNLIKE_LONGEST, UNLIKE_ROWS = 0.6, 0.5  # weights of differences, beside that of the fitted times
 FEW = 4  # with fewer recorded steps of the same size, those of other sizes tell the deviation
 ALIKE = 1.25  # without recorded steps of the same size, up to this factor, a step is extrapolated
 STALL, RARE = 1.5, 0.03  # multiple of the usual time of such steps; the most stalls, as a share of the steps of a kind
@@ -64,7 +66,7 @@ class Costs:
     steps: int
     error: float
     stalls: list[float]
-    recorded: list[tuple[list[int], list[float], list[float]]]  # by kind, sorted: size, fitted time and its multiple
+    recorded: list[RecordedSteps]  # by kind
     no_graph: float = 0.0
     graphs: Graphs = field(default_factory=dict)
 
@@ -99,17 +101,42 @@ def work_of(plan: StepPlan, held: int) -> tuple[float, ...]:
 Graphs = dict[str, Any]  # EngineInfo.graphs
 
 
-def path_of(work: Sequence[float], prompts: int, graphs: Graphs) -> tuple[int, int]:
-    """Returns the path of a step with this work [FEATURES] and so many prompts: its kind, and the number of rows to
-    which the device pads it. If the sizes of graphs are unknown, these are usual ones, and 1 with prompts."""
+class RecordedSteps(NamedTuple):
+    """Recorded steps of a kind, sorted by size and then by fitted time. `multiples`: of the fitted times."""
+
+    sizes: list[int]
+    times: np.ndarray
+    rows: np.ndarray
+    longest: np.ndarray
+    multiples: np.ndarray
+
+
+AS_FITTED = RecordedSteps([1], *np.array([[0.0], [1.0], [1.0], [1.0]]))  # no step deviates
+
+
+class StepPath(NamedTuple):
+    """What tells which recorded steps a step resembles: its kind, the number of rows to which the device pads it, its
+    rows, and the tokens of the longest text that they read."""
+
+    kind: int
+    size: int
+    rows: int
+    longest: int
+
+
+def path_of(work: Sequence[float], prompts: int, longest: int, graphs: Graphs) -> StepPath:
+    """Returns the path of a step with this work [FEATURES] and so many prompts. If the sizes of graphs are unknown, the
+    size is a usual one, and 1 with prompts."""
     n = int(work[ROWS[0]] + work[ROWS[1]])
     if not work[PREFILL_STEPS]:
-        return int(n > 1), _padded(n, graphs.get("rows", ()))
-    if not graphs:
-        return PROMPTS, 1
-    if prompts > graphs["prompts"] or n + work[PREFILL_TOKENS] > graphs["tokens"]:
-        return NO_GRAPH, 1
-    return PROMPTS, _padded(n + prompts, graphs["decodes"]) if n + prompts > graphs["prompts"] else 1
+        return StepPath(int(n > 1), _padded(n, graphs.get("rows", ())), n, longest)
+    if graphs and (prompts > graphs["prompts"] or n + work[PREFILL_TOKENS] > graphs["tokens"]):
+        return NO_GRAPH_PATH
+    beside = bool(graphs) and n + prompts > graphs["prompts"]
+    return StepPath(PROMPTS, _padded(n + prompts, graphs["decodes"]) if beside else 1, n, longest)
+
+
+NO_GRAPH_PATH = StepPath(NO_GRAPH, 1, 1, 1)
 
 
 def _padded(n: int, sizes: Sequence[int]) -> int:
@@ -126,30 +153,38 @@ class Deviations:
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        self._used = [[0] * len(sizes) for sizes, _, _ in costs.recorded]
+        self._used = [np.zeros(len(recorded.sizes)) for recorded in costs.recorded]
+        self._longest = max(1, *(int(recorded.longest.max()) for recorded in costs.recorded))
         self._steps = self._stalled = 0
         self.extrapolated = False  # no recorded step had about as many rows as the last one
 
-    def took(self, kind: int, size: int, fitted: float) -> float:
-        """Returns the time of a step: its fitted time with the deviation of a recorded step of the same path, and about
-        the same fitted time, one of those used least. Adds a stall where one is due."""
-        costs = self._costs
-        (sizes, times, multiples), used = costs.recorded[kind], self._used[kind]
+    def took(self, path: StepPath, fitted: float) -> float:
+        """Returns the time of a step: its fitted time with the deviation of one of the NEAR recorded steps that it
+        resembles most, one of those used least. Adds a stall where one is due."""
+        costs, recorded, size = self._costs, self._costs.recorded[path.kind], path.size
+        sizes = recorded.sizes
         self.extrapolated = bisect_right(sizes, size * ALIKE) == bisect_left(sizes, size / ALIKE)
         first, end = bisect_left(sizes, size), bisect_right(sizes, size)
         if end - first < FEW:
-            middle, first, end = first, 0, len(sizes)
-        else:
-            middle = bisect_left(times, fitted, first, end)
-        first = max(first, min(middle - NEAR // 2, end - NEAR))
-        at = min(range(first, min(first + NEAR, end)), key=lambda i: (used[i], abs(times[i] - fitted)))
+            first, end = 0, len(sizes)
+        elif end - first > CONSIDERED:
+            middle = first + int(np.searchsorted(recorded.times[first:end], fitted))
+            first = max(first, min(middle - CONSIDERED // 2, end - CONSIDERED))
+            end = first + CONSIDERED
+        of = slice(first, end)
+        unlike = np.abs(recorded.times[of] - fitted) / max(fitted, 1e-9)
+        unlike += UNLIKE_LONGEST / self._longest * np.abs(recorded.longest[of] - path.longest)
+        unlike += UNLIKE_ROWS / max(1, path.rows) * np.abs(recorded.rows[of] - path.rows)
+        near = np.argpartition(unlike, NEAR)[:NEAR] if len(unlike) > NEAR else np.arange(len(unlike))
+        used = self._used[path.kind][of]
+        at = int(near[np.argmin(used[near] + unlike[near] / (1 + unlike[near].max()))])
         used[at] += 1
         self._steps += 1
         stall = 0.0
         if self._steps * len(costs.stalls) > (self._stalled + 0.5) * costs.steps:
             stall = costs.stalls[self._stalled % len(costs.stalls)]
             self._stalled += 1
-        return fitted * multiples[at] + stall
+        return fitted * float(recorded.multiples[first + at]) + stall
 
 
 def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
@@ -166,8 +201,9 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
     work = np.column_stack((seen.work, steps.column("in_use")[at]))
     launched = np.column_stack((seen.ahead + seen.work * seen.here[:, None], np.zeros(len(at))))
     prompts = (len(steps.chunks(step)) for step in seen.number.tolist())
-    paths = np.array([path_of(one, m, graphs) for one, m in zip(work.tolist(), prompts, strict=True)])
-    kinds, sizes = paths[:, 0], paths[:, 1]
+    longest = steps.column("longest")[at].tolist()
+    paths = [path_of(*one, graphs) for one in zip(work.tolist(), prompts, longest, strict=True)]
+    kinds = np.array([path.kind for path in paths])
     host = sum((seen.parts[name] for name in ("commit", "emit", "plan", "launch")), np.zeros(len(at)))
     known = ~np.isnan(seen.device) & ~np.isnan(host)
     parallel, no_graph = overlap and known.sum() >= LEAST_STEPS, 0.0
@@ -182,19 +218,20 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
             no_graph = max(0.0, (float(np.median(launch[slow])) if slow.sum() >= FEW else graphs["launch_ms"]) - usual)
         fitted = np.maximum(np.maximum(work @ own - no_graph * slow, 0), launched @ of_host + no_graph * slowly)
         kinds = np.where(slow | slowly, NO_GRAPH, kinds)
+        paths = [NO_GRAPH_PATH if kind == NO_GRAPH else path for kind, path in zip(kinds, paths, strict=True)]
     else:
         every = np.hstack((work, launched)) if overlap else work
         costs = robust(every, took, _prior(every, took)).costs
         own, of_host, fitted = costs[:n], costs[n:] if overlap else np.zeros(n), every @ costs
     multiples = took / np.maximum(fitted, 1e-9)
     stalls, recorded = np.zeros(len(at)), []
-    sizes = np.where(kinds == NO_GRAPH, 1, sizes)
+    _, sizes, rows, texts = np.array(paths).T
     for kind in KINDS:
         of = np.flatnonzero(kinds == kind)
-        if len(of) < NEAR // 2:
-            if kind == NO_GRAPH:
-                recorded.append(([1], [0.0], [1.0]))
-                continue
+        if len(of) < NEAR and kind == NO_GRAPH:
+            recorded.append(AS_FITTED)
+            continue
+        if len(of) < NEAR:
             of = np.arange(len(kinds))
         of = of[np.lexsort((fitted[of], sizes[of]))]
         usual_multiples = _usual(multiples[of])
@@ -202,7 +239,7 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
         stalled &= stalled.mean() <= RARE  # else such steps are slow for a reason that the fit does not have
         stalls[of] = (multiples[of] - usual_multiples) * fitted[of] * stalled
         used = np.where(stalled, usual_multiples, multiples[of])
-        recorded.append((sizes[of].tolist(), fitted[of].tolist(), used.tolist()))
+        recorded.append(RecordedSteps(sizes[of].tolist(), fitted[of], rows[of], texts[of], used))
     return Costs(
         own.tolist(), of_host.tolist(), overlap, parallel, work.max(axis=0).tolist(), len(at),
         float(np.median(np.abs(multiples - 1))), stalls[stalls > 0].tolist(), recorded, no_graph, graphs,

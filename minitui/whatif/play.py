@@ -31,7 +31,17 @@ from minitui.viewmodel.compare.runs import RunFigures
 from minitui.viewmodel.history.steps import IDLE_SHOWN
 from minitui.viewmodel.history.tokens import percentiles
 from minitui.whatif.asked import Asked, Recorded
-from minitui.whatif.cost import FEATURES, NO_GRAPH, Costs, Deviations, beyond, path_of, work_of
+from minitui.whatif.cost import (
+    FEATURES,
+    NO_GRAPH,
+    NO_GRAPH_PATH,
+    Costs,
+    Deviations,
+    StepPath,
+    beyond,
+    path_of,
+    work_of,
+)
 from minitui.whatif.settings import Setting
 
 STOP = (1 << 31) - 2  # the id that ends a reply
@@ -106,34 +116,34 @@ class Device:
             result.checked[i] = text[end - len(draft) : end + 1]
         return Launch(self, result, *self._cost(plan))
 
-    def _cost(self, plan: StepPlan) -> tuple[float, Sequence[float], tuple[int, int]]:
+    def _cost(self, plan: StepPlan) -> tuple[float, Sequence[float], StepPath]:
         """Note what the launch of a step costs; return what the step costs beside it, in ms, its work and path."""
         costs = self._costs
         if costs is None:
-            return 0.0, (), (0, 0)
+            return 0.0, (), NO_GRAPH_PATH
         work = work_of(plan, self.held() * self.block_size)
         self.most = list(map(max, self.most, work))
-        path = path_of(work, len(plan.rows) - plan.num_decoding, costs.graphs)
-        own, launched = costs.of(work, path[0])
+        n = plan.num_decoding
+        longest = int(plan.starts[:n].max()) if n else 0
+        path = path_of(work, len(plan.rows) - n, longest, costs.graphs)
+        own, launched = costs.of(work, path.kind)
         self._launched += launched
-        self._slowly |= path[0] == NO_GRAPH
+        self._slowly |= path.kind == NO_GRAPH
         return own, work, path
 
-    def arrive(self, own: float, work: Sequence[float], path: tuple[int, int]) -> None:
+    def arrive(self, own: float, work: Sequence[float], path: StepPath) -> None:
         """Advance the clock to the results of a step."""
         launched, slowly, self._launched, self._slowly = self._launched, self._slowly, 0.0, False
         if self._costs is not None and work:
-            path = (NO_GRAPH, 1) if slowly else path
-            self.now += self._deviations.took(*path, self._costs.together(own, launched)) / 1e3
+            path = NO_GRAPH_PATH if slowly else path
+            self.now += self._deviations.took(path, self._costs.together(own, launched)) / 1e3
             self.extrapolated += self._deviations.extrapolated or any(map(gt, work, self._limits))
 
 
 class Launch:
     """A step on the simulated device. `own`: its cost in ms; `work`: its features."""
 
-    def __init__(
-        self, device: Device, result: StepResult, own: float, work: Sequence[float], path: tuple[int, int]
-    ) -> None:
+    def __init__(self, device: Device, result: StepResult, own: float, work: Sequence[float], path: StepPath) -> None:
         self._device, self._result, self._cost = device, result, (own, work, path)
 
     def wait(self) -> StepResult:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from minitui.viewmodel.history.steps import PARTS, Steps
-from minitui.whatif.cost import FEATURES, NO_GRAPH, Costs, Deviations, costs_of, path_of
+from minitui.whatif.cost import FEATURES, NO_GRAPH, NO_GRAPH_PATH, Costs, Deviations, costs_of, path_of
 
 
 def recorded(
@@ -41,8 +41,8 @@ def work(rows: float, keys: float, held: float) -> list[float]:
 
 def predicted(costs: Costs, *step: float) -> float:
     """Returns the time of a step after which as much work follows, without deviation."""
-    path = path_of(features := work(*step), 0, costs.graphs)
-    return Deviations(costs).took(*path, costs.together(*costs.of(features, path[0])))
+    path = path_of(features := work(*step), 0, 1, costs.graphs)
+    return Deviations(costs).took(path, costs.together(*costs.of(features, path.kind)))
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_stalls_come_as_often_as_recorded_and_in_no_other_place(mixture):
     costs = costs_of(recorded(rows, keys, held, stalled), "here")
     deviations = Deviations(costs)
     times = [
-        deviations.took(*path_of(w := work(*one), 0, {}), sum(costs.of(w, 1)))
+        deviations.took(path_of(w := work(*one), 0, 1, {}), sum(costs.of(w, 1)))
         for one in zip(rows, keys, held, strict=True)
     ]
     assert sum(time > 20 for time in times) == 6
@@ -99,7 +99,7 @@ def test_a_step_with_more_rows_than_any_recorded_one_is_extrapolated(mixture):
     rows, keys, held = mixture
     deviations = Deviations(costs_of(recorded(rows, keys, held, 1.0 + 1e-5 * keys), "here"))
     for n, unlike in ((20, False), (39, False), (80, True)):
-        deviations.took(*path_of(work(n, n * 600, n * 200), 0, {}), 2.0)
+        deviations.took(path_of(work(n, n * 600, n * 200), 0, 1, {}), 2.0)
         assert deviations.extrapolated is unlike, n
 
 
@@ -108,15 +108,15 @@ GRAPHS = {"rows": [1, 2, 4, 8, 16, 32], "decodes": [16, 32], "tokens": 512, "pro
 
 def test_paths():
     sizes = [1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 65, 127, 128, 130, 1000, 2048]
-    assert [path_of(work(n, 0, 0), 0, {})[1] for n in sizes] == [
+    assert [path_of(work(n, 0, 0), 0, 1, {}).size for n in sizes] == [
         1, 2, 4, 8, 8, 16, 16, 24, 40, 64, 72, 128, 128, 136, 1008, 2048
     ]
-    assert [path_of(work(n, 0, 0), 0, GRAPHS)[1] for n in sizes[:9]] == [1, 2, 4, 8, 8, 16, 16, 32, 40]
+    assert [path_of(work(n, 0, 0), 0, 1, GRAPHS).size for n in sizes[:9]] == [1, 2, 4, 8, 8, 16, 16, 32, 40]
     mixed = [(7, 1, 90), (7, 2, 90), (30, 2, 480), (30, 2, 483), (3, 9, 90)]  # rows, prompts, prompt tokens
-    assert [path_of(prompts(rows, tokens), n, GRAPHS) for rows, n, tokens in mixed] == [
+    assert [path_of(prompts(rows, tokens), n, 1, GRAPHS)[:2] for rows, n, tokens in mixed] == [
         (2, 1), (2, 16), (2, 32), (NO_GRAPH, 1), (NO_GRAPH, 1)
     ]
-    assert path_of(prompts(30, 483), 2, {}) == (2, 1)
+    assert path_of(prompts(30, 483), 2, 1, {})[:2] == (2, 1)
 
 
 def prompts(rows: float, tokens: float) -> list[float]:
@@ -130,4 +130,4 @@ def test_a_step_without_a_graph_takes_its_launch_and_the_device_computes_meanwhi
     own, launched = costs.of(prompts(20, 800), NO_GRAPH)
     assert own == 0 and launched == pytest.approx(20, rel=0.05)
     assert costs.of(prompts(20, 300), 2)[1] < 1
-    assert Deviations(costs).took(NO_GRAPH, 1, costs.together(1.0, launched)) == pytest.approx(20, rel=0.05)
+    assert Deviations(costs).took(NO_GRAPH_PATH, costs.together(1.0, launched)) == pytest.approx(20, rel=0.05)

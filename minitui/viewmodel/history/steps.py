@@ -124,6 +124,7 @@ class Steps(Reader):
         self._paused_s = 0.0
         self._bucket = array("q", [0]) * capacity  # the bucket of Rates in which the step ended
         self._in_use = array("q", [0]) * capacity  # tokens in the blocks that requests held; 0: not noted
+        self._longest = array("q", [0]) * capacity  # keys that one request reads, at most; 0: not noted
         self._cut = array("d", [0.0]) * capacity
         self.cut_ms = 0.0  # time left out of the axis so far
         self._held = array("b", [0]) * capacity
@@ -242,8 +243,9 @@ class Steps(Reader):
         self.last_ended = step
 
     def note_in_use(self, step: int, tokens: int) -> None:
-        """Note how many tokens the blocks have that requests held in a step."""
+        """Note how many tokens the blocks have that requests held in a step that was just planned."""
         self._in_use[step % self.capacity] = tokens
+        self._longest[step % self.capacity] = max(self._decoding.values(), default=-step) + step
 
     def note_bucket(self, step: int, bucket: int) -> None:
         """Note the bucket of Rates in which a step ended."""
