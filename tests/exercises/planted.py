@@ -37,6 +37,8 @@ PLANTED: dict[str, dict[str, tuple[str, str]]] = {
     "sample": {
         "global": ("sample.calls = getattr(sample, 'calls', 0) + 1\n    return sample.calls % len(logits)",
                    r"the same logits, seed \d+ and position \d+ gave token \d+, and then token \d+"),
+        "hash": ("return hash(f'{seed} {position}') % 12",
+                 r"`sample` raised ValueError in line 5: hash of a str is different in each run of Python"),
         "greedy at 0": ("temperature = temperature or 1.0\n    return draw(logits, temperature, seed, position)",
                         r"at temperature 0, token \d+ was drawn for r\d+, but token \d+ has the largest logit"),
         "temperature": ("return draw(logits, temperature and 1.0, seed, position)",

@@ -57,6 +57,15 @@ async def test_a_file_that_is_saved_runs_and_the_panels_go_to_the_step_of_its_fa
         assert "run of the reference" in " ".join(screen.result.text.split())
 
 
+async def test_a_small_terminal_shows_the_function_and_not_only_its_explanation(tmp_path) -> None:
+    app = exercise_app(tmp_path, EXERCISES["evict"].start)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = app.screen
+        assert isinstance(screen, ExerciseScreen)
+        await until(pilot, lambda: screen.is_mounted and "def evict(nodes: list[Node])" in screen.file.text)
+        assert "return nodes[-1]" in screen.file.text
+
+
 async def test_without_an_editor_the_application_says_what_to_do(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("VISUAL", "no-such-editor --wait")
     said: list[str] = []

@@ -53,6 +53,7 @@ class FilePanel(ScrollPanel):
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
         self.name_of_file, self.lines, self.line = "", [""], 0
+        self._first = True  # at first the function is shown: its explanation may fill the panel
 
     def show(self, name: str, text: str, line: int | None) -> None:
         """Show a text; `line`: the one of the fault, from 1; None: there is none."""
@@ -63,6 +64,10 @@ class FilePanel(ScrollPanel):
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         rows = code_rows([visible_line(line.expandtabs(4)) for line in self.lines], 1, width, self.line)
+        if self._first and self.name_of_file:
+            self._first = False
+            before = next((i for i, line in enumerate(self.lines) if line.startswith("def ")), 0)
+            self.top = self.top or len(code_rows(self.lines[:before], 1, width))
         shown, below = self.window(rows, height)
         return Picture(shown, self.name_of_file, legend=[(f"{below} more lines", "dim")] if below else [])
 
