@@ -46,6 +46,7 @@ class Built:
     tokenizer: Tokenizer | None
     info: EngineInfo
     close: Callable[[], None]  # ends the processes of other ranks
+    prepare: Callable[[bool], dict[str, Any] | None]  # see Runner.prepare
 
 
 def build_engine(
@@ -54,6 +55,7 @@ def build_engine(
     on_lost: Callable[[str], None] | None = None,
     before_torch: Callable[[], None] = lambda: None,
     max_waiting: int | None = None,
+    later: bool = False,
 ) -> Built:
     """Load a model and make an engine for it. Raises EngineError if that is not possible.
 
@@ -62,6 +64,7 @@ def build_engine(
     on_lost        called from another thread, with a sentence, when one of several ranks has ended unexpectedly
     before_torch   called after the model was found and before torch is needed
     max_waiting    the most requests that may wait in the queue; further requests are refused; None: no limit
+    later          on one GPU: capture CUDA graphs in Built.prepare, which the caller calls, instead of now
     """
     from engine.text.structured import Grammars
 
@@ -94,7 +97,7 @@ def build_engine(
     tokenizer = Tokenizer(directory) if config.load_tokenizer else None
     if tokenizer is not None:
         tokenizer.context = limits.max_model_len
-    runner = make_runner(model, config, directory, report, on_lost)
+    runner = make_runner(model, config, directory, report, on_lost, later and not config.graphs_at_start)
     overlap = limits.device.type != "cpu" if config.overlap == "auto" else config.overlap == "on"
     ends = frozenset(eos_ids(directory) if tokenizer is None else tokenizer.eos_ids)
     engine = Engine(
@@ -144,7 +147,7 @@ def build_engine(
         max_gap_ms=config.max_gap_ms or 0.0, graphs=runner.loaded.graphs,
     )
     logger.info("ready: %s", info.to_json())
-    return Built(engine, tokenizer, info, runner.close)
+    return Built(engine, tokenizer, info, runner.close, runner.prepare)
 
 
 def make_runner(
@@ -153,8 +156,10 @@ def make_runner(
     directory: Path | None = None,
     on_progress: Progress | None = None,
     on_lost: Callable[[str], None] | None = None,
+    later: bool = False,
 ) -> Runner | LeadRunner:
-    """Returns the runner for the device in `config`. With several ranks, rank 0's runner starts the other ranks."""
+    """Returns the runner for the device in `config`. With several ranks, rank 0's runner starts the other ranks; then
+    `later` has no effect, because all ranks must capture the same graph at the same time."""
     from engine.worker.rank_runner import LeadRunner
     from engine.worker.runner import Runner
 
@@ -162,7 +167,7 @@ def make_runner(
     parts = choose_parts(model, config)
     if config.tensor_parallel_size > 1:
         return LeadRunner(model, config, parts, directory, on_progress, on_lost)
-    return Runner(model, config, parts, directory, on_progress)
+    return Runner(model, config, parts, directory, on_progress, later=later)
 
 
 def choose_parts(model: ModelConfig, config: EngineConfig) -> Parts:
@@ -179,10 +184,11 @@ def choose_parts(model: ModelConfig, config: EngineConfig) -> Parts:
 
         return Parts(ops, (CPUSteps, Eager))
     if not without_graphs(model, config):
+        from engine.kernels.compile_ahead import CompileAhead
         from engine.worker.graphs import fused_ops
         from engine.worker.graphs.cuda_graphs import CudaGraphs
 
-        return Parts(fused_ops, (CudaGraphs, Eager), 0 if config.enforce_eager else GRAPH_BYTES)
+        return Parts(fused_ops, (CudaGraphs, Eager), 0 if config.enforce_eager else GRAPH_BYTES, CompileAhead)
     return Parts(ops, (Eager,))
 
 

@@ -69,6 +69,9 @@ class EngineConfig:
     dummy_weights: bool = False  # random weights; only config.json of the checkpoint is read
     attention_backend: str = "auto"  # one name, or two as "prefill,decode" (engine/attention/choose.py)
     enforce_eager: bool = False  # True: no CUDA graphs
+    # True: an engine process captures all CUDA graphs before the first request, as LLM and several ranks always do, not
+    # while no request runs. Steps without a graph round differently in half precision.
+    graphs_at_start: bool = False
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"  # how waiting requests are sorted; the help of --scheduling-policy explains each

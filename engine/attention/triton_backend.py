@@ -93,10 +93,10 @@ class TritonAttention:
             self._outputs.append(torch.zeros(tokens, width, dtype=q.dtype, device=q.device))
         return self._outputs[-1][:tokens]
 
-    def warm_up(self, pool: KVPool, dtype: torch.dtype, layer: int = 0) -> None:
+    def warm_up(self, pool: KVPool, dtype: torch.dtype, layer: int = 0, most_rows: int | None = None) -> None:
         """Run every form of the kernels on padding, so that no form is compiled during a request.
 
-        `layer`: one that this backend computes.
+        `layer`: one that this backend computes. `most_rows`: only the forms of so many decodes or fewer.
         """
         kv_heads, dim, max_rows = self.kv_heads, self.head_dim, len(self._rows)
         heads = kv_heads * self.group
@@ -107,21 +107,26 @@ class TritonAttention:
         q = torch.zeros(max_rows, heads + 2 * kv_heads, dim, dtype=dtype, device=device)[:, :heads]
         out = torch.empty(max_rows, heads * dim, dtype=dtype, device=device)
         choose_form = form_for if kv_scales is None else form_for_fp8
-        forms = {choose_form(n, kv_heads, self.workspace.longest): n for n in range(1, max_rows + 1)}
+        forms = {choose_form(n, kv_heads, self.workspace.longest): n for n in range(1, (most_rows or max_rows) + 1)}
         features = [self.features[layer] for layer in self._forms.values()]
         for n, special in itertools.product(forms.values(), features):
             decode_attention(
                 q[:n], *cache, out[:n], self.workspace, table, self._rows[:n], no_lengths[:n],
                 self.scale, self.group, kv_scales=kv_scales, **special,
             )
+        if most_rows is not None:
+            return
         for splits, fresh, special in itertools.product((1, 2, 4, 8), (False, True), features):
             prefill_attention(
                 q[:1], *cache, out[:1], self._prefill, table[:1], no_lengths[:1], no_lengths[:2],
                 self.scale, max_seq_len=1, dense=own_keys_and_values(q[:1], kv_heads), splits=splits,
                 kv_scales=kv_scales, fresh=fresh, **special,
             )
+
+    def warm_up_flash(self, pool: KVPool, dtype: torch.dtype, layer: int = 0) -> None:
+        """Compile the kernels of FlashAttention, if this backend uses it. Arguments: as for `warm_up`."""
         if self._flash is not None:
-            self._flash.warm_up(*cache, heads, dtype)
+            self._flash.warm_up(pool.keys[layer], pool.values[layer], self.kv_heads * self.group, dtype)
 
 
 def why_unsupported(config: AttentionShape, dtype: torch.dtype) -> str:

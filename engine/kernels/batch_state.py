@@ -20,7 +20,7 @@ import triton.language as tl
 HEADER = 16  # int32 numbers before the lists, so that the lists are aligned
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _prepare_kernel(
     sent,
     block_table,
@@ -29,10 +29,10 @@ def _prepare_kernel(
     rows,
     seq_lens,
     stride_table,
+    size,
     ENTRIES: tl.constexpr,
     OTHERS: tl.constexpr,
     CHANGES: tl.constexpr,
-    BATCH: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -51,7 +51,7 @@ def _prepare_kernel(
     start = tl.load(sent + HEAD + ENTRIES + i, mask=live, other=-1)
     token = tl.load(sent + HEAD + 2 * ENTRIES + i, mask=live, other=0).to(tl.int64)
     drawn = tl.load(last_token + row, mask=live & (token < 0), other=0)
-    batch = i < BATCH
+    batch = i < size
     tl.store(tokens + i, tl.where(token < 0, drawn, token), mask=batch)
     tl.store(rows + i, row, mask=batch)
     tl.store(seq_lens + i, start + 1, mask=batch)  # 0 for padding
@@ -63,7 +63,7 @@ def prepare(
 ) -> None:
     """Fill tokens int64, rows int32, seq_lens int32 [batch]; apply the changes to the block table."""
     _prepare_kernel[(1,)](
-        sent, block_table, last_token, tokens, rows, seq_lens, block_table.stride(0), ENTRIES=capacity,
-        OTHERS=others, CHANGES=changes, BATCH=batch, HEAD=HEADER, BLOCK=max(32, triton.next_power_of_2(capacity)),
+        sent, block_table, last_token, tokens, rows, seq_lens, block_table.stride(0), batch, ENTRIES=capacity,
+        OTHERS=others, CHANGES=changes, HEAD=HEADER, BLOCK=max(32, triton.next_power_of_2(capacity)),
         num_warps=4,
     )

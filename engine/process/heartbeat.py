@@ -33,8 +33,9 @@ IDLE = ""  # the task while the main thread waits for a command
 class Heart:
     """In the engine process: sends the main thread's task and its duration every BEAT_S."""
 
-    def __init__(self, send: Callable[[str, str, float], None]) -> None:
+    def __init__(self, send: Callable[[str, str, float, str], None]) -> None:
         self._send = send
+        self.preparing = ""  # see Condition
         self._task = ("load", time.monotonic())
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
@@ -45,7 +46,7 @@ class Heart:
     def _run(self) -> None:
         while True:
             task, began = self._task
-            self._send("beat", task, time.monotonic() - began)
+            self._send("beat", task, time.monotonic() - began, self.preparing)
             time.sleep(BEAT_S)
 
 
@@ -57,6 +58,7 @@ class Condition:
     task_s: float = 0.0  # duration of the task so far
     silent_s: float = 0.0  # time without a sign of life
     hung: str = ""
+    preparing: str = ""  # what makes steps faster and is not ready yet, as a phrase; else empty
 
     @property
     def long(self) -> str:
@@ -80,15 +82,15 @@ class Watch:
         self._task, self._task_s, self._task_at = "load", 0.0, time.monotonic()
         self._silent = 0  # ticks
         self._cpu_s = 0.0
-        self._hung = ""
+        self._hung = self._preparing = ""
 
     def heard(self) -> None:
         """Count a message (called by the reader thread)."""
         self._messages += 1
 
-    def beat(self, task: str, seconds: float) -> None:
+    def beat(self, task: str, seconds: float, preparing: str = "") -> None:
         """Store a heartbeat (called by the reader thread)."""
-        self._task, self._task_s, self._task_at = task, seconds, time.monotonic()
+        self._task, self._task_s, self._task_at, self._preparing = task, seconds, time.monotonic(), preparing
 
     def tick(self) -> None:
         """Check the process; call this every TICK_S."""
@@ -109,7 +111,7 @@ class Watch:
     @property
     def condition(self) -> Condition:
         task_s = self._task_s + time.monotonic() - self._task_at if self._task else 0.0
-        return Condition(self._task, task_s, self._silent * TICK_S, self._hung)
+        return Condition(self._task, task_s, self._silent * TICK_S, self._hung, self._preparing)
 
 
 class Usage(NamedTuple):

@@ -29,6 +29,7 @@ logger = logging.getLogger("engine")
 FLUSH_S = 0.004  # the longest delay of records; without overlap, also of text
 COMPILERS = 2  # grammars that are compiled at once
 MAX_SENTENCE = 1000  # longest text of a refusal, in characters
+PREPARE_SHARE = 0.05  # of the time while requests run may be spent on capturing the CUDA graphs that steps lack
 
 
 class EngineLoop:
@@ -47,6 +48,8 @@ class EngineLoop:
         self._deltas: list[tuple[Any, ...]] = []  # packed
         self._next_flush = 0.0
         self._successor: Command | None = None  # the command that asks for another engine
+        self._prepare: Callable[[bool], dict[str, Any] | None] | None = built.prepare  # None: nothing is left
+        self._next_prepare = 0.0  # when a running request may be delayed by it
 
     def run(self) -> Command | None:
         """Serve until the client closes the engine or asks for another engine; return the command that asks for
@@ -57,6 +60,7 @@ class EngineLoop:
             if not may_step:
                 self._queue_text(engine.drain())
                 self._flush()
+                self._prepare_until_a_command()
             if not self._run_commands(block=not may_step):
                 return self._successor
             if may_step and engine.gate.allows():  # a command may have closed the gate
@@ -70,6 +74,40 @@ class EngineLoop:
                     self._flush()
                 elif engine.delay and self.writer.idle:  # the device computes meanwhile: sending delays no step
                     self._send_text([])
+                if self._prepare is not None and not engine.scheduler.waiting:
+                    self._prepare_wanted()
+
+    def _prepare_until_a_command(self) -> None:
+        """Prepare later steps (Runner.prepare) while there is nothing else to do. A command waits for one piece."""
+        began = time.perf_counter()
+        self.heart.begin(IDLE)
+        while self._prepare is not None and self.commands.empty():
+            self._prepare_piece(self._prepare, False)
+        if self.engine.has_work:
+            self.engine.log.held += time.perf_counter() - began
+
+    def _prepare_wanted(self) -> None:
+        """Prepare what the last steps lacked, for a share of the time of the requests that run."""
+        began = time.perf_counter()
+        if self._prepare is None or began < self._next_prepare:
+            return
+        self._prepare_piece(self._prepare, True)
+        took = time.perf_counter() - began
+        self.engine.log.held += took
+        self._next_prepare = began + took / PREPARE_SHARE
+
+    def _prepare_piece(self, prepare: Callable[[bool], dict[str, Any] | None], wanted: bool) -> None:
+        """Do one piece. After an error, steps go on without what is left."""
+        try:
+            left = prepare(wanted)
+        except Exception as error:
+            if loses_device(error):
+                raise
+            logger.exception("the preparation of steps ends")
+            left = None
+        self.heart.preparing = "" if left is None else left["text"]
+        if left is None:
+            self._prepare = None
 
     def _wait_for_slow_motion(self, seconds: float) -> bool:
         """Wait for `seconds`, the delay of slow motion; send and run commands meanwhile. A change of pace or gate ends

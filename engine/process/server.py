@@ -28,7 +28,7 @@ from engine.errors import EngineError, loses_device
 from engine.process.commands import Command
 from engine.process.heartbeat import Heart
 from engine.process.loop import EngineLoop, check_config
-from engine.process.startup import fewer_collections, import_torch, log_to_stderr
+from engine.process.startup import fewer_collections, hash_triton, import_torch, log_to_stderr
 from engine.process.writer import EXIT_GRACE_S, Writer
 from engine.worker.cpu.cores import leave_a_core
 
@@ -64,6 +64,7 @@ def main(fd: int) -> int:
     threading.Thread(target=_read, args=(connection, commands), name="reader", daemon=True).start()
     importing = threading.Thread(target=import_torch, name="import torch", daemon=True)
     importing.start()  # while the client gets ready
+    threading.Thread(target=hash_triton, name="hash triton", daemon=True).start()
     command: Command | None = commands.get()
     status = 0
     while command is not None and command.kind == "start" and not status:
@@ -90,6 +91,7 @@ def _serve(
             on_lost=lambda sentence: _lost(sentence, commands, writer),
             before_torch=before_torch,
             max_waiting=MAX_WAITING,
+            later=True,
         )
     except Exception as error:
         if not isinstance(error, EngineError):

@@ -18,6 +18,7 @@ from engine.worker.inputs import Draws, Inputs, drawing_tokens, logit_rows
 from engine.worker.launch import LaunchedStep, PromptLogprobs
 from engine.worker.loaded import LoadedModel
 from engine.worker.logprobs import Logprobs, pick_logprobs
+from engine.worker.runner import Executor
 
 LOGPROB_ROWS = 256  # for prompt logprobs: number of positions whose logits are in memory at the same time
 
@@ -32,7 +33,7 @@ class Computes(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
-class Eager:
+class Eager(Executor):
     """Runs any step: inputs, forward pass, sampling."""
 
     def __init__(
@@ -123,6 +124,3 @@ class Eager:
             if parts:
                 found[entry] = PromptLogprobs(Logprobs.joined(parts), tokens, top)
         return found
-
-    def close(self) -> None:
-        """Do nothing: this executor keeps no device memory."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,6 +41,9 @@ from engine.worker.limits import resolve
 from engine.worker.sampler import Drawn
 from engine.worker.upload import to_host
 from engine.worker.weights.load_model import load_model
+
+if TYPE_CHECKING:
+    from engine.kernels.compile_ahead import CompileAhead
 
 CPU_KV_BYTES = 1 << 30  # default pool on a CPU; smaller if CPU_KV_SEQUENCES sequences of maximum length need less
 CPU_KV_SEQUENCES = 16
@@ -75,16 +79,19 @@ class LoadedModel:
         on_progress: Progress | None = None,
         group: Group = ALONE,
         reserved_bytes: int = 0,
+        compiler: CompileAhead | None = None,
     ) -> None:
         """Loads the weights (random weights if engine_config.dummy_weights) and sizes the pool. Raises EngineError.
 
-        `reserved_bytes`: device memory that the KV cache leaves to the executors.
+        `reserved_bytes`: device memory that the KV cache leaves to the executors. `compiler`: None: each kernel is
+        compiled when it is launched for the first time.
         """
         limits = resolve(engine_config, model_config)
         self.model_config = model_config
         self.config = engine_config
         self.group = group
         self._reserved_bytes = reserved_bytes
+        self.compiler = compiler
         self.device, self.dtype, self.kv_dtype = group.own_device(limits.device), limits.dtype, limits.kv_dtype
         self.quantization = limits.quantization
         self.shard = group.shard(model_config)
@@ -116,6 +123,8 @@ class LoadedModel:
                 engine_config.logprobs_mode == "processed_logprobs",
                 tuple(group.window for group in paged_groups(self.shard)[1:]),
             )
+            for tokens in (self.max_num_batched_tokens, 1):
+                self.compile_ahead(partial(self.warm_up, tokens))
             groups = cache_groups(self.shard)
             # Of a block, page or slot of each group.
             self.block_bytes = [group.block_bytes(self.block_size, self.kv_dtype) for group in groups]
@@ -257,6 +266,26 @@ class LoadedModel:
             )
         return room
 
+    def compile_ahead(self, run: Callable[[], object]) -> int:
+        """Let other threads compile the kernels that `run` launches, which are not launched now. Returns the bytes of
+        device memory that `run` needs; 0 if unknown. Without a compiler, this does nothing.
+
+        Layers of a kind launch the same kernels, so only the first of each kind are run.
+        """
+        if self.compiler is None:
+            return 0
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before, layers = torch.cuda.memory_allocated(self.device), self.model.layers
+        kinds: dict[Any, int] = {}
+        for i, layer in enumerate(layers):
+            kinds.setdefault((self.shard.window(i) > 0, _kind(layer), _kind(layer.mlp)), i)
+        self.model.layers = layers[: max(kinds.values()) + 1]
+        try:
+            self.compiler.gather(run)
+        finally:
+            self.model.layers = layers
+        return torch.cuda.max_memory_allocated(self.device) - before
+
     def warm_up(self, tokens: int, pool: KVPool | None = None) -> torch.Tensor:
         """Run a step of at most `tokens` prompt tokens, whose keys and values go to the null block of `pool`.
 
@@ -273,7 +302,7 @@ class LoadedModel:
         if self.config.speculation != "off":  # an entry with drafts draws once for each of its tokens
             drawn = np.arange(len(positions))[: self.batch.max_rows * (1 + self.config.speculative_tokens)]
         slots = self.batch.upload(np.zeros(len(positions), dtype=np.int64))
-        table = self.batch.table[:n, : -(-longest // self.block_size)]
+        table = torch.zeros(n, -(-longest // self.block_size), dtype=torch.int32, device=self.device)
         segments = np.stack((ends - lengths, ends, 0 * ends, 0 * ends), 1).astype(np.int32)  # written to no slot
         meta = ForwardMeta(
             positions=self.batch.upload(positions),
@@ -296,6 +325,12 @@ class LoadedModel:
         token_ids = torch.zeros(len(positions), dtype=torch.int64, device=self.device)
         self.attention.plan(meta)
         return self.model.logits(self.model.forward(token_ids, meta, self.attention, pool))
+
+
+def _kind(part: object) -> tuple[Any, ...]:
+    """Returns the types and shapes of what a part of the model consists of."""
+    found = vars(part).items()
+    return tuple((name, type(each), tuple(getattr(each, "shape", ()))) for name, each in found if each is not None)
 
 
 def _device_name(device: torch.device, ranks: int) -> str:

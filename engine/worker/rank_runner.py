@@ -79,6 +79,7 @@ class LeadRunner:
             self._group.close()
             raise (EngineError(cause) if cause else error) from error
         self.loaded, self.synchronous, self.groups = runner.loaded, runner.synchronous, runner.groups
+        self.prepare = runner.prepare  # nothing is left
         self.num_blocks, self.block_size, self.vocab_size = runner.num_blocks, runner.block_size, runner.vocab_size
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep:

@@ -154,6 +154,13 @@ def _engine(
         str, typer.Option(help="auto, or fp8: 8-bit keys and values. The pool holds twice as many tokens.")
     ] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Do not use CUDA graphs.")] = False,
+    graphs_at_start: Annotated[
+        bool,
+        typer.Option(
+            "--graphs-at-start",
+            help="Capture all CUDA graphs before the first request, for benchmarks. Default: while no request runs.",
+        ),
+    ] = False,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the device's memory to use.")] = 0.9,
     scheduling_policy: Annotated[
         str,

@@ -257,8 +257,9 @@ class Service:
             return False, {"status": "busy", "open": self.open, "long": f"encoding a request for {age:.0f} s"}
         if self.overdue:
             return False, {"status": "busy", "open": self.open, **long}
-        held = {"held": self.held} if self.held else {}
-        return True, {"status": "draining" if self.draining else "ok", "open": self.open, **long, **held}
+        more = {"held": self.held, "preparing": condition.preparing}
+        more = {name: text for name, text in more.items() if text}
+        return True, {"status": "draining" if self.draining else "ok", "open": self.open, **long, **more}
 
     def check_ready(self) -> None:
         """Raises ApiError 503 or EngineDead if no request can be accepted now."""

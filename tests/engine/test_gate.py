@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Callable
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,11 @@ def busy_engine(**options: object) -> Engine:
     for i in range(3):
         engine.add_request([i, 1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True))
     return engine
+
+
+def built_of(engine: Engine, prepare: Callable[[bool], dict[str, Any] | None] = lambda wanted: None) -> Any:
+    """What EngineLoop needs of a Built."""
+    return SimpleNamespace(engine=engine, tokenizer=None, prepare=prepare)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -154,7 +160,7 @@ def test_text_is_sent_at_each_step_if_that_delays_none(overlap: bool, idle: bool
 
     engine = make_engine(overlap=overlap)
     commands.put(("submit", 1, ([1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True), "", 0, 0, ""), None))
-    built, heart = SimpleNamespace(engine=engine, tokenizer=None), SimpleNamespace(begin=lambda task: None)
+    built, heart = built_of(engine), SimpleNamespace(begin=lambda task: None)
     writer = SimpleNamespace(send=lambda *message: None, send_news=send_news, idle=idle)
     EngineLoop(built, commands, writer, heart).run()  # type: ignore[arg-type]
     assert sum(messages) == 12 and (len(messages) > 9) == (overlap and idle)
@@ -179,8 +185,63 @@ def test_in_slow_motion_the_engine_sends_during_the_delay_and_no_step_takes_long
     engine = make_engine(overlap=False)
     engine.gate.set_pace(2)
     commands.put(("submit", 1, ([1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True), "", 0, 0, ""), None))
-    built = SimpleNamespace(engine=engine, tokenizer=None)
-    EngineLoop(built, commands, SlowWriter(), SimpleNamespace(begin=lambda task: None)).run()  # type: ignore[arg-type]
+    EngineLoop(built_of(engine), commands, SlowWriter(), SimpleNamespace(begin=lambda task: None)).run()  # type: ignore[arg-type]
     emit_ms = [record[5] / 1e3 for record in records if record[2] == "parts"]
     assert len(emit_ms) >= 11 and median(emit_ms) < 10
     assert engine.log.held > 0.02 * 10
+
+
+class Pieces:
+    """A Runner.prepare with some pieces of work. The last one ends the engine, or fails."""
+
+    def __init__(self, commands: queue.SimpleQueue[Any], count: int, fails: bool = False) -> None:
+        self.commands, self.left, self.fails = commands, count, fails
+        self.done: list[bool] = []  # of each piece: True if a running request waited for it
+
+    def __call__(self, wanted: bool) -> dict[str, Any] | None:
+        self.done.append(wanted)
+        self.left -= 1
+        if self.fails:
+            raise RuntimeError("out of memory")
+        if not self.left:
+            self.commands.put(("close", 0, (), None))
+        return {"text": f"{self.left} left"} if self.left else None
+
+
+def run_with(pieces: Pieces, heart: Any, *, tokens: int = 0) -> Engine:
+    engine, commands = make_engine(), pieces.commands
+    if tokens:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        commands.put(("submit", 1, ([1, 2, 3], params, "", 0, 0, ""), None))
+
+    def send_news(deltas: list[Any], records: list[Record]) -> None:
+        if any(record[2] == "finish" for record in records) and pieces.fails:
+            commands.put(("close", 0, (), None))
+
+    writer = SimpleNamespace(send=lambda *message: None, send_news=send_news, idle=True)
+    EngineLoop(built_of(engine, pieces), commands, writer, heart).run()  # type: ignore[arg-type]
+    return engine
+
+
+def test_an_idle_engine_prepares_later_steps_and_says_so() -> None:
+    told: list[str] = []
+    heart = type("Told", (), {"begin": lambda self, task: None, "__setattr__": lambda self, _, text: told.append(text)})
+    pieces = Pieces(queue.SimpleQueue(), 4)
+    run_with(pieces, heart())
+    assert pieces.done == [False] * 4 and told == ["3 left", "2 left", "1 left", ""]
+
+
+def test_a_running_request_waits_only_for_what_its_steps_lack_and_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.process.loop.PREPARE_SHARE", 1e-9)
+    pieces = Pieces(queue.SimpleQueue(), 2)
+    engine = run_with(pieces, SimpleNamespace(begin=lambda task: None), tokens=6)
+    assert pieces.done == [True, False], "once between the steps, then when the request had ended"
+    assert not engine.has_work and engine.log.held > 0
+
+
+def test_if_a_piece_fails_requests_go_on_without_it(caplog: pytest.LogCaptureFixture) -> None:
+    heart = SimpleNamespace(begin=lambda task: None, preparing="some")
+    pieces = Pieces(queue.SimpleQueue(), 9, fails=True)
+    engine = run_with(pieces, heart, tokens=6)
+    assert len(pieces.done) == 1 and heart.preparing == "" and not engine.has_work
+    assert "the preparation of steps ends" in caplog.text

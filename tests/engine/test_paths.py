@@ -33,6 +33,7 @@ from engine.model.group import ALONE
 from engine.params import SamplingParams
 from engine.worker.batch import Batch
 from engine.worker.limits import resolve
+from engine.worker.loaded import MemoryReport
 from engine.worker.runner import Runner
 from engine.worker.sampler import Sampler
 
@@ -68,6 +69,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     modules = {
         "engine.worker.graphs.fused_ops": [], "engine.worker.graphs.cuda_graphs": ["CudaGraphs"],
+        "engine.kernels.compile_ahead": ["CompileAhead"],
         "flash_attn": ["flash_attn_varlen_func"], "flash_attn.cute": ["flash_attn_varlen_func"],
     }
     for name, contents in modules.items():
@@ -301,7 +303,9 @@ class HostStaging:
 class Stage:
     """A runner with graphs, on the host: `went` lists the replayed graphs, and the draws and steps without a graph."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, speculation: str, model: ModelConfig = DENSE) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, speculation: str, model: ModelConfig = DENSE, prepared: bool = True
+    ) -> None:
         with imported("engine.worker.graphs.cuda_graphs") as graphs:
             self.divided = sys.modules["engine.worker.graphs.step_graphs"].divided
             verify_graphs = sys.modules["engine.worker.graphs.verify_graphs"]
@@ -311,7 +315,8 @@ class Stage:
         for module in (graphs, verify_graphs, extend_graphs):
             monkeypatch.setattr(module, "Staging", HostStaging)
         monkeypatch.setattr(verify_graphs, "SIZES", (8, 16))
-        monkeypatch.setattr(graphs, "capture_all", self._capture)
+        monkeypatch.setattr(graphs, "Captures", lambda *_: SimpleNamespace(capture=self._capture, reserved=0))
+        monkeypatch.setattr(graphs.torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(graphs, "launch_seconds", lambda _: 1e-4)
         monkeypatch.setattr(graphs, "matmul_rate", lambda _: 5e14)
         monkeypatch.setattr(graphs.gc, "freeze", lambda: None)
@@ -319,7 +324,7 @@ class Stage:
         monkeypatch.setattr(graphs.SamplingGraphs, "draw", lambda *given: self._draw(*given))
         backends = [object.__new__(graphs.TritonAttention) for _ in paged_groups(model)]
         for backend in backends:
-            backend.warm_up = lambda *_: None
+            backend.warm_up = backend.warm_up_flash = lambda *_: None
         attention = backends[0] if len(backends) == 1 else GroupedAttention(backends, group_of_layers(model))
         cpu, windows = torch.device("cpu"), tuple(group.window for group in paged_groups(model)[1:])
         self.loaded: Any = SimpleNamespace(
@@ -329,16 +334,21 @@ class Stage:
             model=SimpleNamespace(nbytes_per_token=1 << 20, layers=[], config=model), attention=attention,
             warm_up=lambda _: None, max_num_batched_tokens=64, max_model_len=256, mark=lambda: None,
             sample=lambda *_: self.went.append("sampled eagerly"), launched=lambda *_: "launched",
+            compiler=SimpleNamespace(progress=lambda patience: (3, 3), close=lambda: None),
+            compile_ahead=lambda run: 1, memory=MemoryReport(0, 0),
         )
-        eager = SimpleNamespace(launch=lambda *_: self.went.append("eager") or "launched")
+        eager = SimpleNamespace(launch=lambda *_: self.went.append("eager") or "launched", prepare=lambda wanted: None)
         with torch.inference_mode():
             self.graphs = graphs.CudaGraphs(self.loaded, None)
         self.runner: Any = SimpleNamespace(executors=[self.graphs, eager])
+        while prepared and Runner.prepare(self.runner) is not None:
+            pass
 
-    def _capture(self, loaded: Any, work: Any, on_progress: Any) -> None:
-        for name, graphs, key, _ in work:
-            graphs[key] = SimpleNamespace(replay=lambda name=name: self.went.append(name))
-            self.captured.append(name)
+    def _capture(self, run: Any) -> Any:
+        """A graph of `run`, which is StepGraphs._run or SamplingGraphs._run with its size."""
+        name = " ".join(map(str, (getattr(run.func.__self__, "form", "sample"), run.args[0])))
+        self.captured.append(name)
+        return SimpleNamespace(replay=lambda: self.went.append(name))
 
     def _draw(self, sampling: Any, plan: StepPlan, asked: int, bucket: int, num_draws: int, *_: Any) -> str:
         self.went.append(f"draw {num_draws} of {bucket}")
@@ -353,27 +363,56 @@ def buffers(sampling: Any, loaded: Any, most_draws: int) -> None:
 
 
 @pytest.mark.parametrize("speculation", ["off", "prompt-lookup"])
-def test_graphs_are_captured_in_one_order_and_tried_in_one_order(
+def test_graphs_are_captured_in_the_order_of_their_use_and_tried_in_one_order(
     monkeypatch: pytest.MonkeyPatch, speculation: str
 ) -> None:
-    """All ranks must capture the same collectives in the same order; large graphs leave their memory to small ones."""
+    """One request needs its draws, a decode of one row and short prompts; large batches come last."""
     stage = Stage(monkeypatch, speculation)
     drafts = speculation != "off"
-    sample = [16, 8, 4, 2, 1]
-    assert stage.captured == [
-        *(["verify 16", "verify 8"] if drafts else []),
-        *(f"extend {size}" for size in ("64 with 16", "64", "32 with 16", "32", "16")),
-        *(f"decode {n}" for n in sample), *(f"sample {n}" for n in sample for _ in range(3)),
+    names = [name for i, name in enumerate(stage.captured) if name != stage.captured[i - 1]]  # three forms of draws
+    assert names == [
+        "sample 1", "decode 1", "sample 8", *(["verify 8", "sample 16", "verify 16"] if drafts else []), "extend 16",
+        "extend 32", "extend 64", "sample 2", "decode 2", "sample 4", "decode 4", "decode 8",
+        *([] if drafts else ["sample 16"]), "decode 16", "extend 32 with 16", "extend 64 with 16",
     ]
-    assert stage.graphs.num_graphs == len(stage.captured)
+    assert stage.graphs.num_graphs == len([name for name in stage.captured if not name.startswith("sample")])
     layers = stage.loaded.model_config.num_layers
     assert stage.loaded.graphs == {
-        "rows": sample[::-1], "decodes": [16], "tokens": 64, "prompts": 8, "launch_ms": pytest.approx(layers * 0.1)
+        "rows": [1, 2, 4, 8, 16], "decodes": [16], "tokens": 64, "prompts": 8, "launch_ms": pytest.approx(layers * 0.1)
     }
     tried = [type(part).__name__ for part in stage.graphs.parts]
     assert tried == [*(["VerifyGraphs"] if drafts else []), "DecodeGraphs", "ExtendGraphs"]
     stage.graphs.close()
     assert not any(part.graphs for part in stage.graphs.parts)
+
+
+def test_a_step_without_its_graph_runs_eagerly_and_its_graph_is_captured_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, "off", prepared=False)
+    step, longer = plan([1] * 8 + [50], 8), plan([1, 1, 60], 2)
+    while (first := Runner.prepare(stage.runner))["stage"] == "kernels":  # type: ignore[index]
+        assert first["text"] == "compiling kernels: 3/3" and not stage.captured  # type: ignore[index]
+    assert stage.captured == ["sample 1"] * 3 + ["decode 1"]
+    assert first is not None and first["text"] == f"capturing CUDA graphs: 1/{stage.graphs.num_graphs}"
+    assert Runner.prepare(stage.runner, wanted=True) == first, "no step was run yet"
+    Runner.launch(stage.runner, step, {})
+    extend, dirty = stage.graphs.parts[1], []
+    capture = stage._capture
+
+    def watched(run: Any) -> Any:
+        dirty.append(bool(extend._input.target.any()) or bool(stage.graphs._sampling.lengths.any()))
+        return capture(run)
+
+    with torch.inference_mode():  # what the last step left: a capture would write its keys and values again
+        extend._input.target.fill_(7)
+        stage.graphs._sampling.lengths.fill_(7)
+    assert stage.graphs._captures is not None
+    stage.graphs._captures.capture = watched
+    left = Runner.prepare(stage.runner, wanted=True)
+    assert left is not None and left["done"] == 2
+    assert stage.went == ["eager"] and dirty == [False] * 4
+    assert [str(size) for size in stage.graphs.parts[1].graphs] == ["64 with 16"]
+    Runner.launch(stage.runner, longer, {})
+    assert stage.went == ["eager", "eager"]
 
 
 # ---- a step

@@ -31,11 +31,12 @@ from engine.worker.eager import Eager
 from engine.worker.inputs import Draws
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
+from engine.worker.runner import Executor
 
 MOST_TOKENS = 48  # in larger steps arithmetic dominates call overhead
 
 
-class CPUSteps:
+class CPUSteps(Executor):
     """Runs steps of float32 models with dense MLPs. Draws the same tokens as Eager, but faster.
 
     The kernels of CompiledDecoder are faster than CPUDecode, but they need llvmlite and a processor that they support.
@@ -101,9 +102,6 @@ class CPUSteps:
             logits = self._decode.logits(tokens, positions, slots, self._attention)
         device_rows, device_positions = (torch.from_numpy(part.astype(np.int64)) for part in (rows, lengths))
         return logits, Draws(entries, rows, lengths, device_rows, device_positions)
-
-    def close(self) -> None:
-        """Do nothing: this executor keeps no device memory."""
 
 
 KEPT_SIZES = 8  # buffers are kept for at most this many different numbers of sequences

@@ -1,55 +1,51 @@
-"""Captures CUDA graphs. All graphs share one memory pool."""
+"""Captures CUDA graphs, one at a time. All graphs share one memory pool."""
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from engine.progress import Progress
-from engine.worker.loaded import LoadedModel
-
-logger = logging.getLogger("engine")
-
-# One capture: its name, the dict that keeps the graph, the key in that dict, and the function to capture.
-Work = tuple[str, dict[Any, torch.cuda.CUDAGraph], Any, Callable[[], None]]
+SPARE = 1.25  # the pool's memory, as a multiple of what the largest graph needs: freed pieces do not always fit
 
 
-def capture_all(loaded: LoadedModel, work: list[Work], on_progress: Progress | None) -> None:
-    """Capture the graphs in the order of `work`, and note the time and memory used. Every rank must use the same order.
+class Captures:
+    """The memory pool and the stream of the captures. Every rank must capture the same graphs in the same order."""
 
-    Large graphs should come first: smaller graphs then reuse their memory.
-    """
-    started = time.perf_counter()
-    device = loaded.device
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_reserved(device)
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-    # NCCL's own thread queries events during the capture, which mode "global" forbids.
-    mode = "global" if loaded.group.size == 1 else "thread_local"
-    for done, (name, graphs, key, run) in enumerate(work):
-        if on_progress is not None:
-            text = f"capturing CUDA graphs: {name}"
-            on_progress({"stage": "graphs", "done": done, "total": len(work), "text": text})
-        graphs[key] = _capture(run, pool, stream, mode)
-    loaded.group.take_time()  # discards the time measured in collectives so far: it belongs to no step
-    torch.cuda.synchronize(device)
-    seconds, nbytes = time.perf_counter() - started, torch.cuda.memory_reserved(device) - before
-    note = f"{len(work)} CUDA graphs captured in {seconds:.1f} s, {nbytes / 1e6:,.0f} MB"
-    loaded.memory.notes.append(note)
-    logger.info(note)
+    def __init__(self, device: torch.device, ranks: int, largest: int) -> None:
+        """`largest`: the bytes that the largest graph needs for what it computes; 0: unknown. They are taken now, so a
+        later capture cannot run out of memory."""
+        self._device = device
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        # NCCL's own thread queries events during the capture, which mode "global" forbids.
+        self._mode = "global" if ranks == 1 else "thread_local"
+        self.reserved = int(largest * SPARE)
+        with torch.cuda.stream(self._stream):
+            few = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+            torch.mm(few, few)  # takes the memory of cuBLAS for this stream, 32 MB
+        # A pool keeps its memory as long as one of its graphs exists.
+        self._reserve = self._captured(self._take) if largest else None
 
+    def _take(self) -> None:
+        torch.empty(self.reserved, dtype=torch.uint8, device=self._device)[:1].zero_()
 
-def _capture(run: Callable[[], None], pool: Any, stream: torch.cuda.Stream, mode: str) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        run()  # compiles kernels and lets cuBLAS choose kernels: both are forbidden during a capture
-    torch.cuda.current_stream(stream.device).wait_stream(stream)
-    torch.cuda.synchronize(stream.device)
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
-        run()
-    return graph
+    def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Call `run` twice, and return a graph of the second call. Both run after what was launched before."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            run()  # lets cuBLAS choose kernels, and loads and compiles ours: all forbidden during a capture
+        current.wait_stream(self._stream)
+        torch.cuda.synchronize(self._device)
+        return self._captured(run)
+
+    def _captured(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Not torch.cuda.graph: that frees all cached memory first, which the next steps would have to allocate."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode=self._mode)
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        return graph

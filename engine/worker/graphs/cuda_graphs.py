@@ -11,17 +11,21 @@ size is replayed. The forms:
 All inputs of a graph have fixed addresses. The host writes only to pinned staging buffers, and reuses a buffer only
 after the copy from it has finished. The device's state (block table, last token, settings) changes only in stream
 order. So the host may launch a step while the previous step runs. Steps that fit no graph are launched kernel by kernel
-(engine/worker/eager.py).
+(engine/worker/eager.py), and so are those whose graph is not captured yet: with one rank, an engine process captures
+graphs while no request runs (engine/process/loop.py).
 
 If several ranks share the model (engine/parallel/), their collectives are captured too. Every rank captures the same
-graphs in the same order, and the plan alone decides which graph a rank replays.
+graphs in the same order before the first step, and the plan alone decides which graph a rank replays.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +43,7 @@ from engine.model.four_bits import Int4Tiles
 from engine.model.linear import ByteWeight
 from engine.progress import Progress
 from engine.worker.batch import Changes
-from engine.worker.graphs.capture import Work, capture_all
+from engine.worker.graphs.capture import Captures
 from engine.worker.graphs.extend_graphs import SEQUENCES, ExtendGraphs
 from engine.worker.graphs.fused_decode import DecodeLayers
 from engine.worker.graphs.sampling_graphs import DRAWABLE, SamplingGraphs
@@ -47,6 +51,7 @@ from engine.worker.graphs.step_graphs import StepGraphs
 from engine.worker.graphs.verify_graphs import VerifyGraphs, verify_sizes
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
+from engine.worker.runner import Executor
 from engine.worker.upload import Staging
 
 CHANGES = 1024  # block table changes that fit into the input of a decode step; more changes are sent before the step
@@ -56,53 +61,109 @@ MATMUL_SHARE = 0.65
 MATMUL_SIZE, MATMUL_COUNT = 4096, 8  # the product that is measured, and how often it is computed
 LAUNCH_SECONDS = (1e-4, 6e-4)  # the least and the most time to launch a layer that is believed; see launch_seconds
 LAUNCH_TRIALS = 4
+PATIENCE_S = 0.02  # the longest wait for a kernel that another thread compiles; a request may arrive meanwhile
+
+logger = logging.getLogger("engine")
 
 
-class CudaGraphs:
-    """Captures all graphs at the start, unless `enforce_eager`, and replays the graph that fits a step."""
+class CudaGraphs(Executor):
+    """Replays the graph that fits a step. `prepare` captures the graphs, those that small batches need first."""
 
     def __init__(self, loaded: LoadedModel, on_progress: Progress | None) -> None:
         attention = [backend for backend in backends_of(loaded.attention) if isinstance(backend, TritonAttention)]
         assert attention, "engine/build.py chooses CUDA graphs only with TritonAttention"
+        self._loaded, self._began = loaded, time.perf_counter()
         self.parts: list[StepGraphs] = []
         self._sampling: SamplingGraphs | None = None
-        self.num_graphs = 0
+        warm_ups: dict[Any, Callable[[], object]] = {}  # steps without graphs: their first run loads kernels
+        for backend, group in zip(attention, paged_groups(loaded.shard), strict=True):
+            where = loaded.pool, loaded.dtype, group.layers[0]
+            warm_ups[backend] = partial(backend.warm_up, *where)
+            loaded.compile_ahead(partial(backend.warm_up, *where, most_rows=1))  # the first request needs it
+            backend.warm_up_flash(*where)
         # Smaller steps do not use flash attention: they are host-bound, and flash needs more of the host's time.
         seconds = launch_seconds(loaded)
         bound = loaded.group.least(launch_bound(loaded, seconds, matmul_rate(loaded)))
         for backend in attention:
             backend.flash_from = bound
         if not loaded.config.enforce_eager:
-            self._capture(loaded, bound, on_progress)
+            self._make_parts(loaded, bound)
             loaded.graphs["launch_ms"] = round(seconds * loaded.model_config.num_layers * 1e3, 3)
-        for backend, group in zip(attention, paged_groups(loaded.shard), strict=True):
-            backend.warm_up(loaded.pool, loaded.dtype, group.layers[0])
-        warm_up_forms(loaded, on_progress)
+        warm_ups |= {tokens: partial(self._warm_up, tokens) for tokens in forms_of_steps(loaded)}
+        graphs = [(part, size) for part in self.parts for size in part.sizes]
+        graphs.sort(key=lambda each: each[0].size_of(each[1])[:2])
+        self.num_graphs = len(graphs)
+        # What is left: runs whose kernels are not compiled yet, then pieces of work; both in this order.
+        self._uncompiled: list[Callable[[], object]] = [*warm_ups.values()]
+        self._uncompiled += [partial(part.run, size) for part, size in graphs]
+        self._largest = 0  # bytes that one of these runs needs
+        self._captures: Captures | None = None
+        if loaded.compiler is None:
+            self._uncompiled.clear()
+            graphs.reverse()  # no memory is reserved: large graphs leave theirs to smaller ones
+        self._left = {(part, size): partial(self._capture, part, size) for part, size in graphs} | warm_ups
+
+    def _make_parts(self, loaded: LoadedModel, bound: int) -> None:
+        rows = loaded.batch.max_rows
+        drafts = verify_sizes(loaded) if loaded.config.speculation != "off" else ()
+        self._sampling = sampling = SamplingGraphs(loaded, max(rows, SEQUENCES, *drafts))
+        layers = DecodeLayers(loaded.model, loaded.attention, loaded.pool, loaded.batch.tables, loaded.group)
+        decode, extend = DecodeGraphs(loaded, layers, sampling), ExtendGraphs(loaded, layers, sampling, bound)
+        self.parts = [decode, extend]
+        if drafts:
+            self.parts.insert(0, VerifyGraphs(loaded, layers, sampling))
+        loaded.graphs = {
+            "rows": decode.sizes, "decodes": sorted({size.decodes for size in extend.sizes} - {0}),
+            "tokens": max((size.tokens for size in extend.sizes), default=0), "prompts": SEQUENCES,
+        }
+
+    def _warm_up(self, tokens: int) -> None:
+        loaded = self._loaded
+        loaded.warm_up(tokens)
+        if loaded.model_config.experts is not None:
+            loaded.model.take_expert_load()  # discards the load of the warm-up
+
+    def _capture(self, part: StepGraphs, size: Any) -> None:
+        if self._captures is None:
+            self._captures = Captures(self._loaded.device, self._loaded.group.size, self._largest)
+        part.capture(size, self._captures)
+
+    def prepare(self, wanted: bool = False) -> dict[str, Any] | None:
+        compiler = self._loaded.compiler
+        if compiler is not None and self._left:
+            uncompiled = len(self._uncompiled)
+            if uncompiled:
+                self._largest = max(self._largest, self._loaded.compile_ahead(self._uncompiled.pop(0)))
+            done, total = compiler.progress(0.0 if wanted or uncompiled else PATIENCE_S)
+            if uncompiled or done < total:
+                return {"stage": "kernels", "done": done, "total": total, "text": f"compiling kernels: {done}/{total}"}
+        lacking = [key for part in self.parts if (key := (part, part.wanted)) in self._left]
+        if lacking or (self._left and not wanted):
+            self._left.pop(lacking[0] if lacking else next(iter(self._left)))()
+            if not self._left:
+                self._finish()
+        if not self._left:
+            return None
+        done, total = sum(len(part.graphs) for part in self.parts), self.num_graphs
+        text = f"capturing CUDA graphs: {done}/{total}" if done < total else "preparing steps of other sizes"
+        return {"stage": "graphs", "done": done, "total": total, "text": text}
+
+    def _finish(self) -> None:
+        loaded = self._loaded
+        if loaded.compiler is not None:
+            loaded.compiler.close()
+        loaded.group.take_time()  # discards the time measured in collectives so far: it belongs to no step
+        if self._captures is not None:
+            note = (
+                f"{self.num_graphs} CUDA graphs captured {time.perf_counter() - self._began:.1f} s after the weights "
+                f"were loaded, with {self._captures.reserved / 1e6:,.0f} MB reserved"
+            )
+            loaded.memory.notes.append(note)
+            logger.info(note)
+        torch.cuda.empty_cache()
         # Later garbage collections skip the objects that exist now: visiting them delays a step by 60 ms.
         gc.collect()
         gc.freeze()
-
-    def _capture(self, loaded: LoadedModel, bound: int, on_progress: Progress | None) -> None:
-        rows = loaded.batch.max_rows
-        drafts = verify_sizes(loaded) if loaded.config.speculation != "off" else ()
-        sampling = SamplingGraphs(loaded, max(rows, SEQUENCES, *drafts))
-        layers = DecodeLayers(loaded.model, loaded.attention, loaded.pool, loaded.batch.tables, loaded.group)
-        decode = DecodeGraphs(loaded, layers, sampling)
-        extend = ExtendGraphs(loaded, layers, sampling, bound)
-        work: list[Work] = []
-        self._sampling, self.parts = sampling, [decode, extend]
-        if drafts:
-            verify = VerifyGraphs(loaded, layers, sampling)
-            self.parts.insert(0, verify)
-            work += verify.work()
-        sizes = ladder(rows)
-        work += extend.work() + decode.work() + sampling.work(sizes) + sampling.work(set(drafts) - set(sizes))
-        self.num_graphs = len(work)
-        loaded.graphs = {
-            "rows": sizes, "decodes": sorted({size.decodes for size in extend.sizes} - {0}),
-            "tokens": max((size.tokens for size in extend.sizes), default=0), "prompts": SEQUENCES,
-        }
-        capture_all(loaded, work, on_progress)
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         """Replay a graph that fits the step, and return the launched step; None if no graph fits."""
@@ -114,8 +175,11 @@ class CudaGraphs:
 
     def close(self) -> None:
         """Free the graphs."""
+        if self._left and self._loaded.compiler is not None:
+            self._loaded.compiler.close()
+        self._left.clear()
         for part in self.parts:
-            part.close()
+            part.graphs.clear()
         if self._sampling is not None:
             self._sampling.close()
 
@@ -138,18 +202,20 @@ class DecodeGraphs(StepGraphs):
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         n = len(plan.rows)
-        if plan.num_decodes != n or n > self._batch.max_rows:
+        if plan.num_decodes != n or n > self._batch.max_rows or not self._captured(bucket := self._bucket[n]):
             return None
         started, begin = time.perf_counter(), self._loaded.mark()
         self._batch.join(plan)
         self._send(plan)
-        bucket = self._bucket[n]
         self._replay(bucket, bucket)
         asked, entries = self._batch.sampler.asked(plan.rows), self._batch.indices[:n]
         if asked & ~DRAWABLE:
             positions = plan.starts.astype(np.int64) + 1
             return self._sample_eagerly(plan, grammars, entries, positions, slice(n), started, begin)
         return self._sampling.draw(plan, asked, bucket, n, None, entries, begin)
+
+    def size_of(self, size: int) -> tuple[int, int, int]:
+        return size, size, size
 
     def _send(self, plan: StepPlan) -> None:
         n, rows, batch = len(plan.rows), self._batch.max_rows, self._batch
@@ -231,8 +297,8 @@ def launch_seconds(loaded: LoadedModel) -> float:
     return min(max(min(times) / loaded.model_config.num_layers, least), most)
 
 
-def warm_up_forms(loaded: LoadedModel, on_progress: Progress | None) -> None:
-    """Run steps of several sizes without graphs, so that their kernels are compiled before the first request.
+def forms_of_steps(loaded: LoadedModel) -> list[int]:
+    """Returns the numbers of tokens of steps that are run before requests need them, without graphs.
 
     Without this, a mixture of experts took up to 1.3 s for the first prompt of each size, instead of 0.14 s.
     """
@@ -243,11 +309,7 @@ def warm_up_forms(loaded: LoadedModel, on_progress: Progress | None) -> None:
         for eight_bits in {isinstance(mlp.gate_up, ByteWeight) for mlp in mixtures}:
             shape = most, loaded.model_config.hidden_size, experts.count, experts.per_token
             sizes.update(forms(*shape, eight_bits=eight_bits))
-    for done, tokens in enumerate(sorted(sizes)):
-        if on_progress is not None:
-            text = f"preparing steps of {tokens:,} tokens"
-            on_progress({"stage": "forms", "done": done, "total": len(sizes), "text": text})
-        loaded.warm_up(tokens)
+    return sorted(sizes)
 
 
 def ladder(most: int) -> list[int]:

@@ -89,6 +89,8 @@ class ExtendGraphs(StepGraphs):
         size = next(fitting, None)
         if size is None or (plan.segments is not None and len(plan.segments) > size.segments):
             return None
+        if not self._captured(size):
+            return None
         started, begin = time.perf_counter(), self._loaded.mark()
         self._batch.apply(plan)
         self._send(plan, size)
@@ -101,6 +103,9 @@ class ExtendGraphs(StepGraphs):
             positions = (plan.starts + plan.q_lens)[entries].astype(np.int64)
             return self._sample_eagerly(plan, grammars, entries, positions, which, started, begin)
         return self._sampling.draw(plan, asked, size.draws, n, None if every else entries, entries, begin)
+
+    def size_of(self, size: Size) -> tuple[int, int, int]:
+        return size.decodes or 1, size.tokens, size.draws
 
     def _shapes(self, size: Size) -> Shapes:
         shapes: Shapes = [

@@ -10,7 +10,6 @@ both cases every rank has the drawn tokens afterwards, so rank 0 does not broadc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -20,13 +19,14 @@ import torch
 from engine.core.step import StepPlan
 from engine.kernels.row_settings import NUM_SETTINGS
 from engine.kernels.sample import SampleWorkspace, draw
-from engine.worker.graphs.capture import Work
+from engine.worker.graphs.capture import Captures
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
 from engine.worker.sampler import Wants
 from engine.worker.upload import STAGING_RING, Staging
 
 DRAWABLE = Wants.NOISE | Wants.TOP_K | Wants.TOP_P | Wants.MIN_P  # the settings that the sampling kernels support
+FORMS = 3
 
 
 class SamplingGraphs:
@@ -93,13 +93,19 @@ class SamplingGraphs:
         sent[cells + 2 * rows :] = top_k
         self._settings_input.send(len(sent))
 
-    def work(self, sizes: Iterable[int]) -> list[Work]:
-        """Returns the captures of all forms for these numbers of draws, the largest number first."""
-        return [
-            (f"sample {n}", self._graphs, (n, form), partial(self._run, n, form))
-            for n in sorted(sizes, reverse=True)
-            for form in range(3)
-        ]
+    def capture(self, n: int, captures: Captures) -> None:
+        """Capture all forms for n draws, unless they are captured."""
+        self.rows.zero_()
+        self.lengths.zero_()  # draws nothing
+        for form in range(FORMS):
+            if (n, form) not in self._graphs:
+                self._graphs[n, form] = captures.capture(partial(self._run, n, form))
+
+    def run(self, n: int) -> None:
+        """Run all forms for n draws, which draw nothing."""
+        self.lengths.zero_()
+        for form in range(FORMS):
+            self._run(n, form)
 
     def _run(self, n: int, form: int) -> None:
         group, last_token = self._loaded.group, self._batch.last_token

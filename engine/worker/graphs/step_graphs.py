@@ -12,12 +12,13 @@ import torch
 
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
-from engine.worker.graphs.capture import Work
+from engine.worker.graphs.capture import Captures
 from engine.worker.graphs.fused_decode import DecodeLayers
 from engine.worker.graphs.sampling_graphs import SamplingGraphs
 from engine.worker.inputs import Draws
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
+from engine.worker.upload import Staging
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
 Shapes = list[tuple[int, ...]]
@@ -27,23 +28,43 @@ class StepGraphs:
     """The graphs of one kind of step, by size."""
 
     form: str  # the name of the kind
+    _input: Staging  # what the graphs read
 
     def __init__(
         self, loaded: LoadedModel, layers: DecodeLayers, sampling: SamplingGraphs, sizes: Sequence[Any]
     ) -> None:
-        """`sizes`: the sizes to capture, ascending; str(size) is part of the graph's name."""
+        """`sizes`: the sizes to capture, ascending."""
         self._loaded, self._batch, self._layers, self._sampling = loaded, loaded.batch, layers, sampling
         self.sizes = sizes
         self._has_states = bool(loaded.shard.state_layers)
         self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}  # by size
+        self.wanted: Any = None  # the size of the last step that had no graph yet
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         """Replay a graph that is large enough for the plan. Returns None if there is no such graph."""
         raise NotImplementedError
 
-    def work(self) -> list[Work]:
-        """Returns the captures, largest first."""
-        return [(f"{self.form} {size}", self.graphs, size, partial(self._run, size)) for size in reversed(self.sizes)]
+    def size_of(self, size: Any) -> tuple[int, int, int]:
+        """Returns (rows that a batch has when it needs this size, tokens, draws)."""
+        raise NotImplementedError
+
+    def run(self, size: Any) -> None:
+        """Run a step of this size on padding only, and the draws after it."""
+        self._input.target.zero_()
+        self._run(size)
+        self._sampling.run(self.size_of(size)[2])
+
+    def capture(self, size: Any, captures: Captures) -> None:
+        """Capture the graph of this size, and those of its draws. Both run on padding only, which changes no state."""
+        self._input.target.zero_()
+        self._sampling.capture(self.size_of(size)[2], captures)
+        self.graphs[size] = captures.capture(partial(self._run, size))
+
+    def _captured(self, size: Any) -> bool:
+        """Returns whether this size has its graph. If not, the size is wanted."""
+        if size not in self.graphs:
+            self.wanted = size
+        return size in self.graphs
 
     def _run(self, size: Any) -> None:
         """Run a step of this size. This call is captured."""
@@ -67,10 +88,6 @@ class StepGraphs:
         draws = Draws(entries, plan.rows[entries], positions, rows, lengths)
         drawn = loaded.sample(draws, loaded.group.gather(sampling.logits[which]).float(), grammars)
         return loaded.launched(plan, draws, drawn, {}, started, begin)
-
-    def close(self) -> None:
-        """Free the graphs."""
-        self.graphs.clear()
 
 
 def length(shapes: Shapes) -> int:

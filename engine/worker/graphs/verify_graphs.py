@@ -59,7 +59,7 @@ class VerifyGraphs(StepGraphs):
         if not plan.num_drafted or plan.prompt_targets or (self._has_states and plan.num_decoding < n):
             return None
         bucket = next((t for t in self.sizes if tokens <= t and n < _sequences(t)), None)
-        if bucket is None:
+        if bucket is None or not self._captured(bucket):
             return None
         started, begin = time.perf_counter(), self._loaded.mark()
         self._batch.apply(plan)
@@ -88,6 +88,9 @@ class VerifyGraphs(StepGraphs):
             which = self._batch.upload(drawing)
             return self._sample_eagerly(plan, grammars, entries, positions[drawing] + 1, which, started, begin)
         return self._sampling.draw(plan, asked, bucket, tokens, drawing, entries, begin)
+
+    def size_of(self, size: int) -> tuple[int, int, int]:
+        return max(1, size // (1 + self._loaded.config.speculative_tokens)), size, size
 
     def _shapes(self, tokens: int) -> Shapes:
         n = _sequences(tokens)

@@ -40,7 +40,8 @@ class Health(BaseModel):
     `status`: ok | draining | loading | restarting | stalled | busy | failed | stopped. For all but the first two,
     /health answers 503. stalled: the engine process has not responded for `silent_s` seconds. busy: the present step or
     command has taken longer than a minute. `long`: a description of a step or command that takes long.
-    `held`: says that a client with all rights has paused or slowed down the engine.
+    `held`: says that a client with all rights has paused or slowed down the engine. `preparing`: what will make steps
+    faster, such as "capturing CUDA graphs: 12/52".
     """
 
     status: str
@@ -49,6 +50,7 @@ class Health(BaseModel):
     silent_s: float | None = None
     long: str | None = None
     held: str | None = None
+    preparing: str | None = None
 
 
 def router(service: Service) -> APIRouter:

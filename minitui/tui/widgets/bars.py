@@ -166,6 +166,8 @@ class TopBar(Bar):
             flags.append((" the engine does not answer: /restart ", "bold on-fill on bad"))
         elif condition.long:
             flags.append((f" {condition.long} ", "bold on-fill on running"))
+        elif condition.preparing:
+            flags.append((f" {condition.preparing} ", "dim"))
         if feed.source.connection:
             flags.append((" no connection: trying again ", "bold on-fill on bad"))
         if feed.frozen:
