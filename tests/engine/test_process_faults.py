@@ -352,8 +352,9 @@ async def test_a_task_that_lasts_is_told_as_that() -> None:
     watch.beat("step", 12.0)
     watch.tick()
     assert watch.condition.long == "one step has taken 12 s so far" and not watch.condition.hung
-    watch.beat("", 100.0)
+    watch.beat("", 100.0, "capturing CUDA graphs: 12/52")
     assert watch.condition.long == "", "an engine that waits for work is no long task"
+    assert watch.condition.preparing == "capturing CUDA graphs: 12/52"
 
 
 async def test_an_outbox_takes_no_more_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:

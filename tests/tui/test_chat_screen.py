@@ -602,6 +602,8 @@ async def test_an_engine_that_hangs_is_told_until_it_answers_again():
         await until(pilot, lambda: app.progress is None and not source.condition.hung)
         await until(pilot, lambda: "does not answer" not in screen.query_one(TopBar).text)
         assert app.screen is screen
+        source.condition = Condition(preparing="capturing CUDA graphs: 12/52")
+        await until(pilot, lambda: "capturing CUDA graphs: 12/52" in screen.query_one(TopBar).text)
 
 
 async def test_escape_then_q_quits_while_the_engine_hangs():
