@@ -28,8 +28,8 @@ def test_a_panel_has_words_that_fit(name: str, view: View, monkeypatch: pytest.M
     cut: list[tuple[int, int, str]] = []
     done, size = Row.done, (0, 0)
 
-    def watched(self: Row, width: int) -> Any:
-        row = done(self, width)
+    def watched(self: Row, width: int, ground: str = "") -> Any:
+        row = done(self, width, ground)
         whole = plain(tuple(self.runs)).rstrip()
         if len(whole) > width > 0:
             cut.append((*size, whole))

@@ -68,18 +68,17 @@ class PrefixPanel(LinePanel):
     def _line(self, i: int, width: int) -> Runs:
         one = self.found[i]
         assert isinstance(one, Finding)
-        on = " on select" if i == self.at else ""
         ancestor = f"r{one.ancestor}" if one.ancestor is not None else glyphs().dash
         cached = f"{one.cached:,}" if one.cached is not None else "unknown"
         cost = duration(one.seconds * 1e3) if one.seconds is not None and one.lost else glyphs().dash
         figures = (f"r{one.number}", ancestor, f"{one.prompt:,}", f"{one.could:,}", cached, f"{one.lost:,}", cost)
         cells = (f"{text:>{cells}}" for (_, cells), text in zip(COLUMNS, figures, strict=True))
-        row = Row("".join(cells), f"ink{on}")
+        row = Row("".join(cells))
         fault = CAUSES[one.cause][0]
         words = f"{one.cause} ({fault})" if fault else "found all that it shares" if one.cause == "none" else one.cause
         chat = self.chats.get(one.number, "")
-        row.add(f"  {words}", f"dim{on}" if one.cause in WELL else f"bold bad{on}")
-        return row.add(f"  {clean(chat)}" if chat else "", f"dim{on}").to(width, style=f"ink{on}").done(width)
+        row.add(f"  {words}", "dim" if one.cause in WELL else "bold bad")
+        return row.add(f"  {clean(chat)}" if chat else "", "dim").done(width, "select" if i == self.at else "")
 
     def _chosen(self, one: Finding, width: int) -> list[Runs]:
         if one.ancestor is None:

@@ -14,8 +14,7 @@ from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.base import PHONE, BaseScreen, Hint
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.named import named
-from minitui.tui.widgets.rows import Row, Run, clip, fit
+from minitui.tui.widgets.rows import Row, Run, clip, fit, named
 from minitui.viewmodel.view import View
 
 
@@ -154,8 +153,7 @@ class TopBar(Bar):
         row.to(width - sum(len(text) for text, _ in flags) - 1)
         rows = [row.extend(flags).done(width)]
         for line in self._story(width):
-            story = Row("  ", "ink on select").extend(named(view, line, "bold ink on select"))
-            rows.append(story.to(width, " ", "ink on select").done(width))
+            rows.append(Row("  ").extend(named(view, line, "bold ink")).done(width, "select"))
         return Picture(rows)
 
     def _flags(self, view: View) -> list[Run]:

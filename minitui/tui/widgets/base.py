@@ -7,8 +7,9 @@ drawn here, not by CSS, so that line y of the widget is row y of `drawn_rows`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from textual import events
 from textual.containers import Horizontal, Vertical
@@ -26,6 +27,7 @@ from minitui.tui.widgets.rows import Line, Row, Run, Runs, cells, clip, plain, r
 from minitui.viewmodel.view import View
 
 Thing = tuple[str, Any]  # kind and id, as in View.select
+Id = TypeVar("Id")
 EDGE = 6  # cells of the lower edge that a legend cannot have
 LEGEND_GAP = 2  # cells between two entries of a legend below the picture
 
@@ -113,18 +115,10 @@ def selected(view: View, kind: str) -> Any:
     return view.selection.id if view.selection is not None and view.selection.kind == kind else None
 
 
-def typed(event: events.Key, typing: bool, text: str) -> tuple[bool, str] | None:
-    """Returns (still typing, the new text) after a key in a search that a panel shows; None if the search does not use
-    the key."""
-    if event.key == "escape" and (typing or text):
-        return False, ""
-    if not typing:
-        return None
-    if event.key == "enter":
-        return False, text
-    if event.key == "backspace":
-        return True, text[:-1]
-    return (True, text + event.character) if event.is_printable and event.character else None
+def neighbour(ids: Sequence[Id], chosen: Any, by: int, otherwise: int = 0) -> Id:
+    """Returns the id that is `by` places after the chosen one, or the last in this direction. `otherwise`: the index of
+    the one to return if none is chosen."""
+    return ids[max(0, min(len(ids) - 1, ids.index(chosen) + by))] if chosen in ids else ids[otherwise]
 
 
 @dataclass(slots=True)
@@ -347,6 +341,47 @@ class LinePanel(CellWidget, can_focus=True):
     def text(self) -> str:
         """The panel's rows as text."""
         return "\n".join(plain(row).rstrip() for row in self.drawn_rows)
+
+
+class SearchPanel(LinePanel):
+    """A panel that can be searched: / begins a search, and the keys after it are its text; Escape ends it."""
+
+    search = ""
+    typing = False  # True: the user is typing a search
+
+    def searched(self) -> None:
+        """Called when the search has changed."""
+
+    def action_search(self) -> None:
+        self._search_for(True, "")
+
+    def _search_for(self, typing: bool, text: str) -> None:
+        self.typing, self.search = typing, text
+        self.searched()
+        self.repaint()
+
+    def search_note(self) -> list[Run]:
+        """Returns the search as a note; empty without a search."""
+        return [("/" + self.search + "▏" * self.typing, "accent")] if self.typing or self.search else []
+
+    def on_key(self, event: events.Key) -> None:
+        """While the user types a search, add the keys to it."""
+        key, character = event.key, event.character
+        if key == "escape" and (self.typing or self.search):
+            self._search_for(False, "")
+        elif self.typing and key == "enter":
+            self._search_for(False, self.search)
+        elif self.typing and key == "backspace":
+            self._search_for(True, self.search[:-1])
+        elif self.typing and character and event.is_printable:
+            self._search_for(True, self.search + character)
+        else:
+            return
+        event.prevent_default().stop()
+
+    def check_consume_key(self, key: str, character: str | None) -> bool:
+        """Returns True for a printable key while the user types a search, so that no binding acts on the key."""
+        return self.typing and character is not None and character.isprintable()
 
 
 class ScrollPanel(LinePanel):

@@ -6,8 +6,7 @@ from minitui.text import count, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.bars import Bar
 from minitui.tui.widgets.base import Picture
-from minitui.tui.widgets.named import named
-from minitui.tui.widgets.rows import Row, Run, fitting
+from minitui.tui.widgets.rows import Row, Run, fitting, named
 from minitui.viewmodel.explain.cut_hits import why_ended
 from minitui.viewmodel.history.lane import Lane
 from minitui.viewmodel.requests import Hit, last_hit
@@ -101,13 +100,12 @@ def rows(view: View, hit: Hit, width: int) -> list[tuple[Run, ...]]:
     room = max(1, room)
     lines = []
     for lane, label, text in zip(bars, labels, texts, strict=True):
-        row = Row(" ", "ink on select").extend(named(view, label.ljust(lead), "bold ink on select"))
+        row = Row(" ").extend(named(view, label.ljust(lead), "bold ink"))
         cells = max(1, round(room * lane.prompt_tokens / most))
         cached = min(cells - 1, round(room * lane.cached_tokens / most))  # at least a token is computed
         row.add(glyphs().cached * cached, "on-fill on cached")
-        row.add(glyphs().active * (cells - cached), "prefill on select")
-        row.to(1 + lead + room + 1, " ", "ink on select")
-        lines.append(row.add(text, "bold ink on select" if lane is hit.lane else "ink on select"))
+        row.add(glyphs().active * (cells - cached), "prefill").to(1 + lead + room + 1)
+        lines.append(row.add(text, "bold ink" if lane is hit.lane else "ink"))
     blocks = count(hit.lane.cached_tokens // max(1, view.moment.shown.state.block_size), "block")
     lane = hit.lane
     why = why_ended(view.history, lane, lane.stop, lane.stop_at, lane.cached_tokens, lane.stop_detail)
@@ -115,16 +113,12 @@ def rows(view: View, hit: Hit, width: int) -> list[tuple[Run, ...]]:
     stories = [f"hit: {blocks} of KV reused{of} · {why}", f"hit: {blocks} reused · {why}", f"hit: {blocks} reused"]
     if end is None:
         stories = [f"{lane.cached_tokens:,} cached + {lane.prompt_tokens - lane.cached_tokens:,} computed", stories[-1]]
-    story = fitting(width - right - 4, *stories)
-    lines.append(Row(" ", "ink on select").add(story, "dim on select"))
-    while len(lines) < ROWS:
-        lines.insert(0, Row(" ", "ink on select"))
-    done = []
-    for line, (digit, word) in zip(lines, beside, strict=True):
-        line.to(width - right, " ", "ink on select").add(digit, "bold hit on select")
-        line.add(" " + word, "bold ink on select").to(width, " ", "ink on select")
-        done.append(line.done(width))
-    return done
+    lines.append(Row(" ").add(fitting(width - right - 4, *stories), "dim"))
+    lines = [Row()] * (ROWS - len(lines)) + lines
+    return [
+        line.to(width - right).add(digit, "bold hit").add(" " + word, "bold ink").done(width, "select")
+        for line, (digit, word) in zip(lines, beside, strict=True)
+    ]
 
 
 def _text(lane: Lane, time: float | None, end: str | None) -> str:

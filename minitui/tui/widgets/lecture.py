@@ -6,8 +6,7 @@ from minitui.teaching.prediction import LETTERS
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.named import named, named_rows
-from minitui.tui.widgets.rows import Row, Run, Runs, clean, clip, legend, plain, wrapped
+from minitui.tui.widgets.rows import Row, Run, Runs, clean, clip, legend, named, named_rows, plain, wrapped
 from minitui.viewmodel.explain.predict import Question
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.narrate import narrate, notable

@@ -12,6 +12,9 @@ import textwrap
 from rich.cells import cell_len, set_cell_size
 
 from minitui.tui.glyphs import glyphs
+from minitui.tui.theme import owner_style
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.texts import REQUEST
 from minitui.visible import visible, visible_line
 
 Run = tuple[str, str]
@@ -117,8 +120,12 @@ class Row:
             self.add(text, style)
         return self
 
-    def done(self, width: int) -> Runs:
-        """Returns the row with exactly `width` cells: padded with spaces, or cut. A cut word ends with dots."""
+    def done(self, width: int, ground: str = "") -> Runs:
+        """Returns the row with exactly `width` cells: padded with spaces, or cut. A cut word ends with dots. `ground`:
+        the background of all cells that have none."""
+        if ground:
+            self.to(width)
+            self.runs = [(text, style if " on " in style else f"{style} on {ground}") for text, style in self.runs]
         if self.width == width:
             return Line(self.runs)
         if self.width < width:
@@ -147,6 +154,25 @@ def legend(*entries: tuple[str, str, str], gap: str = "  ") -> list[Run]:
 def wrapped(text: str, style: str, width: int) -> list[Runs]:
     """Returns untrusted text as rows of `width` cells, with line breaks between words."""
     return [Row(line, style).done(width) for line in textwrap.wrap(clean(text), width)]
+
+
+def named(view: View, text: str, style: str = "ink") -> list[Run]:
+    """Returns a text in which requests have their labels (Texts.labelled), with the labels in their chats' colours."""
+    runs: list[Run] = []
+    words, on, ground = style.partition(" on ")
+    bold, at = "bold " * ("bold" in words), 0
+    for found in REQUEST.finditer(text):
+        lane = view.history.lanes.lanes.get(int(found[2])) if found[2] else None
+        if lane is not None and (colour := view.texts.colour(lane.group)) is not None:
+            runs += [(text[at : found.start()], style), (found[0], bold + owner_style(colour) + on + ground)]
+            at = found.end()
+    return [*runs, (text[at:], style)]
+
+
+def named_rows(view: View, text: str, style: str, width: int) -> list[Runs]:
+    """Returns untrusted text as rows of `width` cells, as `wrapped`, with the labels of its requests."""
+    lines = textwrap.wrap(clean(view.texts.labelled(text)), max(10, width))
+    return [Row().extend(named(view, line, style)).done(width) for line in lines]
 
 
 def first_rows(text: str, style: str, width: int, most: int, more: str) -> list[Runs]:

@@ -208,14 +208,12 @@ class CompletionList(LinePanel, can_focus=False):
     def picture(self, view: View, width: int, height: int) -> Picture:
         rows = []
         for number, completion in enumerate(self.completions[:height]):
-            ground = " on select" if number == self.chosen else " on empty-chip"
             room = width - 2
             text = completion.text.ljust(14) if completion.hint else completion.text
-            row = Row(" ", "ink" + ground).add(fit(text, min(len(text), room)), "ink" + ground)
+            row = Row(" ").add(fit(text, min(len(text), room)))
             if completion.hint:
-                row.add(fit("  " + completion.hint, room - row.width), "dim" + ground)
+                row.add(fit("  " + completion.hint, room - row.width), "dim")
             elif number == max(self.chosen, 0):
-                row.add("   tab", "dim" + ground)
-            row.to(width, " ", "ink" + ground)
-            rows.append(row.done(width))
+                row.add("   tab", "dim")
+            rows.append(row.done(width, "select" if number == self.chosen else "empty-chip"))
         return Picture(rows)

@@ -14,7 +14,7 @@ from engine.trace.side_pool import OWN
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import LIT, owner_style
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, Thing, paragraphs, selected
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, Thing, neighbour, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clip, fitting, legend, wrapped
 from minitui.viewmodel.state.side_groups import FULL
 from minitui.viewmodel.view import View
@@ -212,22 +212,15 @@ The last block has the slot of the newest state.""")
     def action_move(self, by: int) -> None:
         id = self.view.subject()
         request = self.view.moment.shown.state.requests.get(id) if id is not None else None
-        if request is None or not request.table:
-            return
-        table, chosen = request.table, selected(self.view, "block")
-        at = max(0, min(len(table) - 1, table.index(chosen) + by)) if chosen in table else -1
-        self.view.select("block", table[at])
-        self.repaint()
+        if request is not None and request.table:
+            self.view.select("block", neighbour(request.table, selected(self.view, "block"), by, -1))
+            self.repaint()
 
     def action_turn(self, by: int) -> None:
         """Select the next newer or older request."""
-        ids = sorted(self.view.moment.shown.state.requests)
-        if not ids:
-            return
-        now = self.view.subject()
-        at = ids.index(now) + by if now in ids else -1
-        self.view.select("request", ids[max(0, min(len(ids) - 1, at))])
-        self.repaint()
+        if ids := sorted(self.view.moment.shown.state.requests):
+            self.view.select("request", neighbour(ids, self.view.subject(), by, -1))
+            self.repaint()
 
     def action_open(self) -> None:
         if (block := selected(self.view, "block")) is not None:

@@ -11,8 +11,7 @@ from textual.timer import Timer
 
 from minitui.tui.widgets.base import LinePanel, Picture, ScrollPanel, Thing, selected
 from minitui.tui.widgets.inspect.timeline import TimelineOpened
-from minitui.tui.widgets.named import named, named_rows
-from minitui.tui.widgets.rows import Row, Run, Runs
+from minitui.tui.widgets.rows import Row, Run, Runs, named, named_rows
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
 

@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, ClassVar
 
-from textual import events
 from textual.binding import Binding
 
 from minitui.trace.foreign import REMOVED
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, typed
-from minitui.tui.widgets.named import named
-from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit
+from minitui.tui.widgets.base import Opened, Picture, SearchPanel, paragraphs
+from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit, named
 from minitui.viewmodel.history.events import EVENTS_KEPT, KINDS, PAGES, Event
 from minitui.viewmodel.history.events import Events as EventLog
 from minitui.viewmodel.view import View
@@ -110,7 +108,7 @@ def wrapped(words: str, width: int) -> list[str]:
     return lines
 
 
-class Events(LinePanel):
+class Events(SearchPanel):
     """Up and down choose an event and select its request or node, f and / filter, Enter opens the details."""
 
     TITLE = "Events"
@@ -138,8 +136,6 @@ A dash in place of the step: the event came before the first step that is known,
         Binding("enter", "open", "details", show=False, id="events.open"),
     ]
 
-    search = ""
-    typing = False  # True: the user is typing a search
     _search: Search | None = None
     _searched_for: tuple[Any, ...] = ()
     filter = 0  # index of the current filter in FILTERS
@@ -165,9 +161,8 @@ A dash in place of the step: the event came before the first step that is known,
                 none = f"no event contains {self.search!r}" if self._search.finished else "searching"
             rows = [Row(none, "dim").done(width)]
         note: list[Run] = [("show ", "dim"), (name, "ink"), *self.own_key("f · / search · enter details")]
-        if self.typing or self.search:
-            cursor = "▏" if self.typing else ""
-            note = [("/" + self.search + cursor, "accent"), *([(f" in {name}", "dim")] if self.filter else [])]
+        if searching := self.search_note():
+            note = searching + [(f" in {name}", "dim")] * bool(self.filter)
         legend: list[Run] = [(f"step, event, reason · {self._log(view).count_to(seq):,} so far", "dim")]
         if self.skip:
             legend = [(f"{self.skip:,} newer above · Home", "accent")]
@@ -233,13 +228,11 @@ A dash in place of the step: the event came before the first step that is known,
         """Returns at most `most` rows with the event's text."""
         linked = event.request in view.links.requests or event.node in view.links.nodes
         chosen = event.seq == self.chosen
-        ground = " on select" if linked else ""
         fresh = view.moment.glow_of(event.record.t) == 2
         steps = view.history.steps
         unknown = event.raw[-1] == REMOVED or not steps.begin <= event.step <= steps.last  # of a KV event
         step = glyphs().dash if unknown else f"{event.step:,}"
-        row = Row(step.rjust(digits), "dim" + ground)
-        row.add("  ", "ink" + ground).add(event.kind.ljust(8), STYLES[event.kind] + ground)
+        row = Row(step.rjust(digits), "dim").add("  ").add(event.kind.ljust(8), STYLES[event.kind])
         words = clean(view.texts.labelled(view.texts.event(event, short=width < NARROW)))
         quiet = event.kind in ("finish", "miss")
         style = "bold accent" if chosen else "bold ink" if fresh else "dim" if quiet else "ink"
@@ -251,8 +244,8 @@ A dash in place of the step: the event came before the first step that is known,
         for number, piece in enumerate(pieces[:most]):
             cut = number == most - 1 < len(pieces) - 1  # there is no room for the next piece
             line = fit(f"{piece} {glyphs().dots}" if cut else piece, max(0, room), glyphs().dots)
-            rows.append(row.extend(named(view, line, style + ground)).done(width))
-            row = Row().to(width - room, " ", "ink" + ground)
+            rows.append(row.extend(named(view, line, style)).done(width, "select" if linked else ""))
+            row = Row().to(width - room)
         return rows
 
     # ---- selection and filters
@@ -297,21 +290,8 @@ A dash in place of the step: the event came before the first step that is known,
         self.skip, self.shown = 0, ()
         self.repaint()
 
-    def action_search(self) -> None:
-        self.typing, self.search, self.skip, self.shown = True, "", 0, ()
-        self.repaint()
-
-    def on_key(self, event: events.Key) -> None:
-        """While the user types a search, add the keys to the search."""
-        if (changed := typed(event, self.typing, self.search)) is not None:
-            self.typing, self.search = changed
-            self.skip, self.shown = 0, ()
-            event.prevent_default().stop()
-            self.repaint()
-
-    def check_consume_key(self, key: str, character: str | None) -> bool:
-        """Returns True for a printable key while the user types a search, so that no binding acts on the key."""
-        return self.typing and character is not None and character.isprintable()
+    def searched(self) -> None:
+        self.skip, self.shown = 0, ()
 
     def action_open(self) -> None:
         event = next((event for event in self.shown if event.seq == self.chosen), None)

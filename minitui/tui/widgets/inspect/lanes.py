@@ -14,7 +14,7 @@ from textual.binding import Binding
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import owner_style
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, Thing, paragraphs, selected
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, Thing, neighbour, paragraphs, selected
 from minitui.tui.widgets.inspect.vitals import spark
 from minitui.tui.widgets.rows import Row, Run, Runs, fit, fitting, legend, runs_width
 from minitui.viewmodel.explain.stalls import Stall, worst_stall
@@ -196,16 +196,14 @@ select one of these two, the label names that request. A label has the colour of
             return Row().done(width)
         owner = next((lane for lane in reversed(seen) if lane.id in view.links.requests), seen[-1])
         lit = owner.id in view.links.requests
-        ground = " on select" if lit else ""
         live = owner.finish_step > horizon
         ink = owner_style(view.texts.colour(owner.group))
-        row = Row(view.texts.request(owner.id), ("bold underline " if lit else "bold " if live else "") + ink + ground)
+        label = Row(view.texts.request(owner.id), ("bold underline " if lit else "bold " if live else "") + ink)
         if len(seen) > 1:
-            row.add(f" +{len(seen) - 1}", "dim" + ground)
+            label.add(f" +{len(seen) - 1}", "dim")
         if named:
-            row.to(self.label - 11, " ", "ink" + ground)
-            row.add(fit(view.texts.title(owner.group), 10), ("ink" if lit else "dim") + ground)
-        row.to(self.label, " ", "ink" + ground)
+            label.to(self.label - 11).add(fit(view.texts.title(owner.group), 10), "ink" if lit else "dim")
+        row = Row().extend(label.done(self.label, "select" if lit else ""))
         cells = [(NOTHING, False)] * self.columns
         for lane in seen:
             lit = lane.id in view.links.requests
@@ -323,17 +321,10 @@ select one of these two, the label names that request. A label has the colour of
 
     def action_choose(self, by: int) -> None:
         """Select the request in the row above or below."""
-        rows = [slot for slot in self.rows.slots if slot]
-        if not rows:
-            return
-        chosen = selected(self.view, "request")
-        found = [i for i, slot in enumerate(rows) if chosen in slot]
-        if found:
-            at = max(0, min(len(rows) - 1, found[0] + by))
-        else:
-            at = len(rows) - 1 if by < 0 else 0
-        self.view.select("request", rows[at][-1])
-        self.repaint()
+        if rows := [slot for slot in self.rows.slots if slot]:
+            chosen = next((slot for slot in rows if selected(self.view, "request") in slot), None)
+            self.view.select("request", neighbour(rows, chosen, by, -1 if by < 0 else 0)[-1])
+            self.repaint()
 
     def action_step(self, by: int) -> None:
         chosen = selected(self.view, "step")

@@ -11,7 +11,7 @@ from textual.binding import Binding
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import owner_style
-from minitui.tui.widgets.base import LinePanel, Picture, Thing, paragraphs, selected
+from minitui.tui.widgets.base import LinePanel, Picture, Thing, neighbour, paragraphs, selected
 from minitui.tui.widgets.inspect.timeline import TimelineOpened
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, first_rows, fit
 from minitui.viewmodel.explain.stalls import Reason, explain_gap, gap_words
@@ -211,38 +211,35 @@ selection, Enter opens the timeline of the request with the longest gap.""")
     def _row(
         self, view: View, figures: RequestFigures, columns: list[int], why: int, width: int, worst: bool, waited: bool
     ) -> Runs:
-        ground = " on select" if figures.id in view.links.requests else ""
         row, end = Row(), 0
         for index in columns:
             column = COLUMNS[index]
             end += column.width
             value = column.value(figures)
-            style = ("ink" if figures.live else "dim") + ground
+            style = "ink" if figures.live else "dim"
             if column.name == "chat":
                 row.add(fit(clean(view.texts.title(figures.lane.group)), column.width - 1, glyphs().dots), style)
             elif column.words:
                 text = column.text(value)
                 if column.name == "state":
-                    style = STATES.get(figures.state, "dim") + ground
+                    style = STATES.get(figures.state, "dim")
                 elif column.name == "request":
                     label = view.texts.request(figures.id)
                     text = label if len(label) < column.width else text
-                    ink = owner_style(view.texts.colour(figures.lane.group))
-                    style = ("bold " if figures.live else "") + ink + ground
+                    style = ("bold " if figures.live else "") + owner_style(view.texts.colour(figures.lane.group))
                 row.add(fit(text, column.width - 1, glyphs().dots), style)
             else:
                 text = glyphs().dash if value is None else column.text(value) + "+" * _so_far(figures, column.name)
                 if value is not None and ((worst and column.name == "longest") or (waited and column.name == "first")):
-                    style = "bold bad" + ground
-                row.to(end - len(text), " ", style).add(text, style)
-            row.to(end, " ", style)
+                    style = "bold bad"
+                row.right(text, end, style)
+            row.to(end)
         if why:
             gap = figures.longest
             so_far = "so far: " if gap is not None and gap.so_far else ""
             text = so_far + _cause(explain_gap(view, figures.lane, gap), why - len(so_far)) if gap is not None else ""
-            row.add("  " + fit(text, why, glyphs().dots), "dim" + ground)
-        row.to(width, " ", "ink" + ground)
-        return row.done(width)
+            row.add("  " + fit(text, why, glyphs().dots), "dim")
+        return row.done(width, "select" if figures.id in view.links.requests else "")
 
     def _foot(
         self, view: View, worst: RequestFigures | None, stalled: list[int], waited: RequestFigures | None,
@@ -313,12 +310,10 @@ selection, Enter opens the timeline of the request with the longest gap.""")
 
     def action_choose(self, by: int) -> None:
         """Select the request `by` rows below."""
-        if not self.rows:
-            return
-        at = self._chosen(self.view)
-        at = self.top if at is None else max(0, min(len(self.rows) - 1, at + by))
-        self.view.select("request", self.rows[at].id)
-        self.repaint()
+        if self.rows:
+            ids = [row.id for row in self.rows]
+            self.view.select("request", neighbour(ids, selected(self.view, "request"), by, self.top))
+            self.repaint()
 
     def action_longest(self) -> None:
         """Select the request with the longest gap of all."""

@@ -13,8 +13,7 @@ from textual.geometry import Size
 from minitui.text import count, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.named import named
-from minitui.tui.widgets.rows import Row, Runs, cells, fitting, legend
+from minitui.tui.widgets.rows import Row, Runs, cells, fitting, legend, named
 from minitui.viewmodel.explain.timing import USUAL, took_words, why_briefly, why_slow
 from minitui.viewmodel.history.steps import StepRow
 from minitui.viewmodel.view import View

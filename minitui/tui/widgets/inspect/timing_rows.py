@@ -6,8 +6,7 @@ from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.inspect.host_device import LABEL
 from minitui.tui.widgets.inspect.step_bar import cause_within, without_usual
-from minitui.tui.widgets.named import named
-from minitui.tui.widgets.rows import Row, Runs, first_rows, fitting, plain, wrapped
+from minitui.tui.widgets.rows import Row, Runs, first_rows, fitting, named, plain, wrapped
 from minitui.viewmodel.explain.limits import Limit, OtherPrograms
 from minitui.viewmodel.explain.timing import RECENT_FIRST_TOKENS, KindStats, Timings, why_briefly, why_slow
 from minitui.viewmodel.view import View

@@ -13,7 +13,7 @@ from textual.binding import Binding
 
 from minitui.text import ms, short
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, neighbour, paragraphs
 from minitui.tui.widgets.chart import LABEL, bars, scale_of
 from minitui.tui.widgets.inspect.host_device import host_and_device, means_row
 from minitui.tui.widgets.inspect.step_bar import cause_within
@@ -27,8 +27,7 @@ from minitui.tui.widgets.inspect.timing_rows import (
     limit_rows,
     slowest_rows,
 )
-from minitui.tui.widgets.named import named
-from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, fitting, legend
+from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, fitting, legend, named
 from minitui.viewmodel.explain.timing import StepTimes, Timings, rows_of, step_times, usual_words, why_slow
 from minitui.viewmodel.history.steps import StepRow
 from minitui.viewmodel.view import View
@@ -121,16 +120,14 @@ def slow_steps(
     drawn = [head.done(width)]
     for i in range(top, min(len(slowest), top + room)):
         step = slowest[i]
-        ground = " on select" if chosen and i == at else ""
-        row = Row(f"{i + 1:>9}", "dim" + ground)
+        row = Row(f"{i + 1:>9}", "dim")
         for text, end in zip((f"{step.step:,}", ms(step.took_ms or 0.0)), ENDS, strict=True):
-            row.to(end - len(text), " ", "ink" + ground).add(text, "bold ink" + ground)
-        style = STYLES[("decode", "mixed", "prefill").index(step.kind)]
-        row.to(ENDS[-1] + 2, " ", "ink" + ground).add(step.kind.ljust(KIND), style + ground)
+            row.right(text, end, "bold ink")
+        row.to(ENDS[-1] + 2).add(step.kind.ljust(KIND), STYLES[("decode", "mixed", "prefill").index(step.kind)])
         usual = usual_words(step, view.models.of(step.step))
         fits = 0 < len(usual) <= width - row.width
         why = usual if fits else cause_within(view, step, width - row.width) or "expected time unknown"
-        drawn.append(row.extend(named(view, why, "ink" + ground)).to(width, " ", "ink" + ground).done(width))
+        drawn.append(row.extend(named(view, why)).done(width, "select" if chosen and i == at else ""))
     return drawn
 
 
@@ -327,8 +324,7 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
     def action_choose(self, by: int) -> None:
         """Choose another one of the slowest steps."""
         if self.times is not None:
-            at = 0 if self.chosen is None else max(0, min(len(self.slowest) - 1, self._at + by))
-            self.chosen = self.slowest[at].step
+            self.chosen = neighbour([row.step for row in self.slowest], self.chosen, by)
             self.repaint()
 
     def action_span(self, by: int) -> None:

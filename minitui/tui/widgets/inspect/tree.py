@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import ClassVar
 
-from textual import events
 from textual.binding import Binding
 
 from engine.trace.state import State
@@ -20,11 +19,10 @@ from engine.trace.views import FREE, NodeView
 from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import LIT
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, Thing, paragraphs, selected, typed
+from minitui.tui.widgets.base import Opened, Picture, SearchPanel, Thing, neighbour, paragraphs, selected
 from minitui.tui.widgets.inspect.icicle import Icicle, icicle
 from minitui.tui.widgets.rows import (
     Row,
-    Run,
     Runs,
     clean,
     fit,
@@ -71,7 +69,7 @@ def _last_children(rows: Sequence[TreeRow]) -> list[bool]:
     return last
 
 
-class RadixTree(LinePanel):
+class RadixTree(SearchPanel):
     """The tree panel. Up and down select a node, f folds it, e shows every node, / searches, Enter shows details."""
 
     TITLE = "Radix tree"
@@ -110,8 +108,6 @@ selected node.""")
     BARS: ClassVar = True  # False: never as bars
     bars = True  # False: as a table
     everything = False  # True: show every node
-    search = ""
-    typing = False  # True: the user is typing a search
     top = 0  # the first row shown
     nodes: Sequence[int] = ()  # the node of each row of the tree
     bottom = 0  # the first row below the tree
@@ -166,10 +162,8 @@ selected node.""")
         kinds = [pool.group.kind for pool in shown.state.groups]
         for kind, sign, words in ("state", g.checkpoint, "checkpoint"), ("window", g.window, "window kept"):
             key += [("  ", "dim"), *legend((sign, "ink", words))] if kind in kinds else []
-        note: list[Run] = []
-        if self.typing or self.search:
-            note = [("/" + self.search + ("▏" if self.typing else ""), "accent")]
-        elif self.BARS:
+        note = self.search_note()
+        if not note and self.BARS:
             note = self.own_key("v: table" if self.icicle is not None else "v: bars", first=True)
         title = f"Radix tree · {count(picture.nodes, 'node')}, {count(picture.tokens, 'token')}"
         whole_title = title
@@ -209,45 +203,36 @@ selected node.""")
 
     def _line(self, view: View, node: TreeRow, width: int, last: bool, in_tree: bool = True) -> Runs:
         g = glyphs()
-        is_linked = node.node in view.links.nodes
-        is_selected = node.node == selected(view, "node")
         glow = view.moment.glow_of(view.moment.shown.node_changed.get(node.node, -1e9))
-        is_lit = any(block in view.lit for block in view.moment.shown.state.nodes[node.node].blocks[:1])
-        ground = f" on {LIT}" if is_lit else " on select" if is_linked else ""
         row = Row()
         if node.depth:
-            row.add("  " * (node.depth - 1) + (g.last_branch if last else g.branch) + " ", "faint" + ground)
-        if node.pending:
-            row.add(g.pending, "prefill" + ground)
-        else:
-            row.add(g.in_use if node.users else g.evictable, ("running" if node.users else "hit") + ground)
-        row.add(" ", "ink" + ground)
-        row.add((node.role or "txt") + " ", ROLE_STYLES.get(node.role, "dim") + ground)
+            row.add("  " * (node.depth - 1) + (g.last_branch if last else g.branch) + " ", "faint")
+        sign = (g.pending, "prefill") if node.pending else (g.in_use, "running") if node.users else (g.evictable, "hit")
+        row.add(*sign).add(" ")
+        row.add((node.role or "txt") + " ", ROLE_STYLES.get(node.role, "dim"))
         if node.folded and node.has_children:
-            row.add(g.folded + " ", "dim" + ground)
-        if is_lit:
-            row = Row(plain(row.done(row.width)), "bold on-fill" + ground)
+            row.add(g.folded + " ", "dim")
         columns = self._columns(width)
         end = width - sum(w for _, w in columns)
-        style = "bold accent" if is_selected else "bold ink" if glow == 2 else "ink" if node.users else "dim"
-        style = "bold on-fill" if is_lit else style
+        chosen = node.node == selected(view, "node")
+        style = "bold accent" if chosen else "bold ink" if glow == 2 else "ink" if node.users else "dim"
         room = max(0, end - row.width - 1)
         kept = _kept(view.moment.shown.state, node.node, room // 2) if in_tree else ""
         room -= len(kept)
-        row.add(fit(whole_words(clean(node.text), room), room, g.dots), style + ground).add(kept, "ink" + ground)
+        row.add(fit(whole_words(clean(node.text), room), room, g.dots), style).add(kept)
         cells = {
             "tokens": (short(node.tokens), "ink" if glow < 2 else "bold running"),
             "users": (str(node.users) if node.users else "", "running"),
             "saved": (short(node.saved) if node.saved else "", "hit"),
             "evict #": (f"{node.rank:,}" if node.rank else "", "dim"),
         }
-        at = end
-        row.to(end, " ", "ink" + ground)
         for name, w in columns:
-            text, cell_style = cells[name]
-            at += w
-            row.to(at - len(text), " ", "ink" + ground).add(text, ("bold on-fill" if is_lit else cell_style) + ground)
-        return row.done(width)
+            end += w
+            text, style = cells[name]
+            row.right(text, end, style)
+        if any(block in view.lit for block in view.moment.shown.state.nodes[node.node].blocks[:1]):
+            return Row(plain(row.done(width)), f"bold on-fill on {LIT}").done(width)
+        return row.done(width, "select" if node.node in view.links.nodes else "")
 
     def _whole_text(self, view: View, width: int, height: int) -> list[Runs]:
         """Returns the whole text of the selected node, below the tree of a large panel."""
@@ -356,12 +341,9 @@ selected node.""")
         return ("node", self.nodes[index]) if below < 0 < row and index < len(self.nodes) else None
 
     def action_move(self, by: int) -> None:
-        if not self.nodes:
-            return
-        chosen = selected(self.view, "node")
-        at = self.nodes.index(chosen) + by if chosen in self.nodes else 0
-        self.view.select("node", self.nodes[max(0, min(len(self.nodes) - 1, at))])
-        self.repaint()
+        if self.nodes:
+            self.view.select("node", neighbour(self.nodes, selected(self.view, "node"), by))
+            self.repaint()
 
     def action_parent(self) -> None:
         node = self.view.moment.shown.state.nodes.get(selected(self.view, "node"))
@@ -384,22 +366,7 @@ selected node.""")
         self.bars = not self.bars
         self.repaint()
 
-    def action_search(self) -> None:
-        self.typing, self.search = True, ""
-        self.repaint()
-
     def action_open(self) -> None:
         chosen = selected(self.view, "node")
         if chosen is not None:
             self.post_message(Opened("node", chosen))
-
-    def on_key(self, event: events.Key) -> None:
-        """While the user types a search, add the keys to the search."""
-        if (changed := typed(event, self.typing, self.search)) is not None:
-            self.typing, self.search = changed
-            event.prevent_default().stop()
-            self.repaint()
-
-    def check_consume_key(self, key: str, character: str | None) -> bool:
-        """Returns True for a printable key while the user types a search, so that no binding acts on the key."""
-        return self.typing and character is not None and character.isprintable()

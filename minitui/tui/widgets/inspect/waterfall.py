@@ -13,7 +13,7 @@ from textual.binding import Binding
 
 from minitui.text import duration
 from minitui.tui.theme import owner_style
-from minitui.tui.widgets.base import Opened, Picture, paragraphs, selected
+from minitui.tui.widgets.base import Opened, Picture, neighbour, paragraphs, selected
 from minitui.tui.widgets.inspect.timing_rows import limit_rows
 from minitui.tui.widgets.inspect.waterfall_texts import (
     at_cursor,
@@ -288,12 +288,9 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
 
     def action_choose(self, by: int) -> None:
         """Select the request above or below."""
-        ids = [lane.id for lane in self._alive]
-        chosen = selected(self.view, "request")
-        if chosen in ids:
-            self.view.select("request", ids[max(0, min(len(ids) - 1, ids.index(chosen) + by))])
-        elif self.lanes:
-            self.view.select("request", self.lanes[-1 if by < 0 else 0].id)
+        if self.lanes:
+            ids, first = [lane.id for lane in self._alive], self.lanes[-1 if by < 0 else 0].id
+            self.view.select("request", neighbour(ids, selected(self.view, "request"), by, ids.index(first)))
         self.repaint()
 
     def action_details(self) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 from minitui.text import duration, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.inspect.step_bar import contents
-from minitui.tui.widgets.named import named
-from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, legend, runs_width
+from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, legend, named, runs_width
 from minitui.tui.widgets.tracks import STYLES, UNKNOWN, mark
 from minitui.viewmodel.explain.timing import why_slow
 from minitui.viewmodel.history.spans import HOST, LAUNCH_OR_WAIT, NOT_REPORTED, PERHAPS, REQUESTS, Span, parts_of

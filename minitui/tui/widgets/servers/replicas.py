@@ -15,7 +15,7 @@ from minitui.text import duration, short
 from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Run, Runs, clean, legend, wrapped
+from minitui.tui.widgets.rows import Row, Run, Runs, clean, clip, legend, wrapped
 from minitui.viewmodel.view import View
 
 # (name, width in cells) of the columns on the right. The address and the model share the rest.
@@ -82,17 +82,14 @@ class Replicas(LinePanel):
         return row.done(width)
 
     def _row(self, source: ReplicaSource, replica: Replica, chosen: bool, width: int) -> Runs:
-        ground = " on select" if chosen else ""
         shown = replica is source.shown
-        row = Row(f" {glyphs().active if shown else ' '} ", "hit" + ground)
-        row.add(f"{replica.number} ", "bold ink" + ground)
+        row = Row(f" {glyphs().active if shown else ' '} ", "hit").add(f"{replica.number} ", "bold ink")
         model_at, model_room = self._model_column(width)
         end = width - sum(cells for _, cells in COLUMNS)
-        row.add(_shortened(replica.name, model_at - LEAD - 1), ("bold ink" if chosen else "ink") + ground)
+        row.add(clip(clean(replica.name), model_at - LEAD - 1), "bold ink" if chosen else "ink")
         if model_room:
-            row.to(model_at, style="ink" + ground)
-            row.add(_shortened(replica.model or glyphs().dash, model_room - 1), "dim" + ground)
-        row.to(end, style="ink" + ground)
+            row.to(model_at).add(clip(clean(replica.model or glyphs().dash), model_room - 1), "dim")
+        row.to(end)
         state, tone = self._state(source, replica)
         vitals = replica.metrics
         first = None if vitals.ttft_mean_s is None else vitals.ttft_mean_s * 1e3
@@ -103,8 +100,8 @@ class Replicas(LinePanel):
             (str(len(replica.streams)), "ink"),
         )
         for (text, style), (_, cells) in zip(figures, COLUMNS, strict=True):
-            row.add(text.rjust(cells), ("dim" if text == glyphs().dash else style) + ground)
-        return row.done(width)
+            row.add(text.rjust(cells), "dim" if text == glyphs().dash else style)
+        return row.done(width, "select" if chosen else "")
 
     def _model_column(self, width: int) -> tuple[int, int]:
         """Returns (first cell, number of cells) of the model's column; a narrow table has 0 cells for it."""
@@ -144,11 +141,10 @@ class Replicas(LinePanel):
         rows = [Row("the replica for the next question of each chat", "dim").done(width)]
         for session in chats.sessions:
             number, why = source.route(session.id)
-            ground = " on empty-chip" if session is self.app.session else ""
-            row = Row(f" {chats.number(session)} ", "bold ink" + ground)
-            row.add(_shortened(session.title, max(12, width // 3)), "ink" + ground).to(width // 3 + 5)
-            row.add(*(("none", "bad") if number is None else (str(number), "bold ink"))).add(f"  {why}", "dim")
-            rows.append(row.done(width))
+            row = Row(f" {chats.number(session)} ", "bold ink").add(clip(clean(session.title), max(12, width // 3)))
+            row.to(width // 3 + 5).add(*(("none", "bad") if number is None else (str(number), "bold ink")))
+            row.add(f"  {why}", "dim")
+            rows.append(row.done(width, "empty-chip" if session is self.app.session else ""))
         return rows
 
     def clicked(self, view: View, column: int, row: int) -> None:
@@ -161,11 +157,6 @@ class Replicas(LinePanel):
 
     def action_show(self) -> None:
         self.post_message(self.Chosen(self.chosen))
-
-
-def _shortened(text: str, room: int) -> str:
-    text = clean(text)
-    return text if len(text) <= room else text[: max(0, room - 1)] + glyphs().dots
 
 
 def _count(value: float | None) -> str:
