@@ -20,12 +20,11 @@ from minitui.settings import Settings
 from minitui.sources.base import Source
 from minitui.tui.actions import ACTIONS
 from minitui.tui.app_base import AppBase
-from minitui.tui.audience import Audience
+from minitui.tui.audience import Audience, JoinScreen
 from minitui.tui.commands import Commands
 from minitui.tui.heap import fix_thresholds
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.inspect import InspectScreen
-from minitui.tui.screens.join import JoinScreen
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.terminal import TerminalGuard
 from minitui.tui.widgets.chat.prompt import Prompt
@@ -197,11 +196,9 @@ class MinituiApp(AppBase):
 
     @property
     def can_bookmark(self) -> bool:
-        """True if a bookmark can be stored."""
         return self.source.recording_file is not None
 
     def action_bookmark(self) -> None:
-        """Ask for a text and store it in the recording as a bookmark of the last step."""
         self.ask_text("Bookmark this step as", "", self._bookmark)
 
     def _bookmark(self, text: str) -> None:
@@ -219,7 +216,6 @@ class MinituiApp(AppBase):
         return f"{self.story}\n{ballot.told()}" if ballot is not None and ballot.phones else self.story
 
     def action_join(self) -> None:
-        """Show the address for the phones."""
         self.push_screen(JoinScreen(self.audience.link))
 
     def on_from_page(self, message: FromPage) -> None:
@@ -243,7 +239,6 @@ class MinituiApp(AppBase):
             self.commands.run(action)
 
     def action_escape(self) -> None:
-        """Cancel the answer of the current chat."""
         if self.chats.cancel(self.session):
             self.say("the answer is cancelled")
 

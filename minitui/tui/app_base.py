@@ -17,9 +17,10 @@ from textual.binding import Binding, BindingType
 from textual.driver import Driver
 from textual.filter import LineFilter
 from textual.screen import ModalScreen
+from textual.widget import AwaitMount
 from textual.widgets import TextArea
 
-from engine.errors import EngineError
+from engine.errors import EngineError, InvalidRequest
 from engine.info import EngineInfo
 from engine.process.heartbeat import Condition
 from minitui import settings as settings_file
@@ -34,7 +35,7 @@ from minitui.teaching.prediction import LETTERS, Poll
 from minitui.teaching.stage import THINK_SECONDS, Stage
 from minitui.tui.actions import ACTIONS, BY_ID, NEED_CONTROL, Action, alt_key, key_label, key_press
 from minitui.tui.frame_limiter import FrameLimiter
-from minitui.tui.glyphs import use_ascii
+from minitui.tui.glyphs import glyphs, use_ascii
 from minitui.tui.heap import set_thresholds
 from minitui.tui.line_filters import AsciiLines, VisibleLines
 from minitui.tui.screens.dialogs import ChoiceDialog, EngineDownDialog, TextDialog
@@ -170,7 +171,6 @@ class AppBase(Notices):
         return getattr(self._asks(), "poll", None) if self.screen_stack else None
 
     def action_guess(self, choice: int) -> None:
-        """Pass the prediction to the demo or the screen."""
         self._asks().guess(choice)
 
     # ---- the engine
@@ -362,6 +362,18 @@ class AppBase(Notices):
         """The text under the top bar."""
         return self.story
 
+    def stage_of(self, **options: Any) -> Stage:
+        """Returns a stage with this engine and these chats. It waits while the view is frozen."""
+        usual = {"say": self.set_story, "show": self.select_session}
+        return Stage(
+            self.source, self.feed, self.chats, system=self.system, bar=glyphs().active,
+            held=lambda: self.feed.frozen, **usual | options,
+        )
+
+    def set_story(self, text: str) -> None:
+        """Show a text under the top bar."""
+        self.story = text
+
     # ---- what is shown
 
     def note_drawn(self) -> None:
@@ -383,6 +395,12 @@ class AppBase(Notices):
         if isinstance(prompt, Prompt) and transcripts:  # a dialog has a prompt, but no transcript
             prompt.close_list()
             self.screen.set_focus(transcripts.first())  # at once: the next key may have arrived already
+
+    def switch_mode(self, mode: str) -> AwaitMount:
+        """Show a screen. Raises InvalidRequest for the chat screen if the application has no chats."""
+        if mode == "chat" and not self.has_chats:
+            raise InvalidRequest(self.NOT_OFFERED["chat"])
+        return super().switch_mode(mode)
 
     def open_mode(self, mode: str) -> None:
         """Show another screen, with the focus outside the prompt."""
@@ -489,7 +507,6 @@ class AppBase(Notices):
             self.draw()
 
     def draw(self) -> None:
-        """Paint the visible screen."""
         self._drawn_moment = (self.view.version, self.view.moment.travel_text)
 
     def draw_frame(self) -> None:

@@ -60,11 +60,9 @@ class CacheScreen(BaseScreen[None]):
         self.set_class(self.size.width < WIDE or self.size.height < TALL, "-small")
 
     def action_maximise(self) -> None:
-        """Show the texts alone, or all panels."""
         self.toggle_class("-whole")
 
     def hints(self) -> list[Hint]:
-        """Returns the keys of this screen, then the application's."""
         return [("up, down", "choose"), ("/", "search"), ("z", "maximise"), *super().hints()]
 
 

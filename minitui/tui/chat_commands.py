@@ -31,7 +31,6 @@ class ChatCommands:
 
     @property
     def session(self) -> Session:
-        """The current chat."""
         return self.app.session
 
     def do_write(self, _: str) -> None:
@@ -54,7 +53,7 @@ class ChatCommands:
         self.app.focus_prompt()
 
     def do_replay(self, _: str) -> None:
-        self.to_now()
+        self.app.to_now()
         source = self.session
         asked = next((m.text for m in source.messages if m.role == "user"), None)
         if asked is None:  # nothing is cached yet: this chat computes the system prompt, and the new chat reuses it
@@ -72,7 +71,7 @@ class ChatCommands:
         if not text:
             self.app.focus_prompt("/all ")
             return
-        self.to_now()
+        self.app.to_now()
         asked = self.app.chats.send_all(text)
         left = len(self.app.chats.sessions) - len(asked)
         sent = f"sent to {len(asked)} chat{'s' if len(asked) != 1 else ''}"
@@ -83,7 +82,7 @@ class ChatCommands:
             self.app.say("no answer is being written in this chat")
 
     def do_retry(self, _: str) -> None:
-        self.to_now()
+        self.app.to_now()
         self.app.chats.retry(self.session)
 
     def do_edit(self, text: str) -> None:
@@ -100,7 +99,7 @@ class ChatCommands:
 
     def _resend(self, session: Session, text: str) -> None:
         try:
-            self.to_now()
+            self.app.to_now()
             self.app.chats.retry(session, text)
         except EngineError as error:
             self.app.say(str(error), error=True)
@@ -233,7 +232,7 @@ class ChatCommands:
     def do_tokens(self, _: str) -> None:
         ids = known_tokens(self.app.chats, self.session)
         prompt = self.session.messages[-1].metrics.get("prompt_tokens", len(ids))
-        self.app.push_screen(TokensScreen(ids, prompt))
+        self.app.push_screen(TokensScreen(self.app.chats, ids, prompt))
 
     def do_export(self, name: str) -> None:
         path = transcripts.named_file(name or transcripts.file_name(self.session))
@@ -246,6 +245,3 @@ class ChatCommands:
             return
         self.app.focus_prompt(transcripts.quoted_file(transcripts.named_file(name)))
 
-    def to_now(self) -> None:
-        """Returns from the past to the present."""
-        self.app.to_now()

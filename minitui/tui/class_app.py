@@ -87,7 +87,6 @@ class ClassApp(LessonApp, DemoApp):
 
     @property
     def scene(self) -> Scene | None:
-        """The open scene."""
         return self.sheet.scenes[self.number] if self.number >= 0 else None
 
     def open_scene(self, number: int) -> None:
@@ -174,13 +173,11 @@ class ClassApp(LessonApp, DemoApp):
         return super().switch_mode(mode)
 
     async def start_over(self) -> None:
-        """Play the scene again."""
         self.open_scene(max(0, self.number))
 
     # ---- keys, and the lecturer's page
 
     def action_next_scene(self) -> None:
-        """Show the answer of an open question; run a running experiment to its end; else open the next scene."""
         if self.poll is not None:
             self._asks().reveal()
         elif isinstance(screen := self.screen, LessonScreen) and screen.reading.running:
@@ -191,7 +188,6 @@ class ClassApp(LessonApp, DemoApp):
             self.say("this was the last scene: f9 opens any of them again")
 
     def action_choose_scene(self) -> None:
-        """List the scenes with minutes and notes; the chosen one opens."""
         rows = [
             (f"{at + 1} {scene.title}", f"{scene.minutes:g} min. {' '.join(scene.notes.split())}")
             for at, scene in enumerate(self.sheet.scenes)

@@ -10,8 +10,7 @@ from engine.errors import EngineError
 from minitui.tui.actions import BY_ID, BY_SLASH, key_label
 from minitui.tui.chat_commands import ChatCommands, whole_number
 from minitui.tui.panels import BY_KEY
-from minitui.tui.screens.bindings import CURSOR_KEYS, bindings_here
-from minitui.tui.screens.help import HelpScreen, name_of_text, panel_help
+from minitui.tui.screens.help import CURSOR_KEYS, HelpScreen, bindings_here, name_of_text, panel_help
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.screens.prefix import PrefixScreen
 from minitui.viewmodel.places import find
@@ -144,7 +143,7 @@ class Commands(ChatCommands):
     def do_now(self, _: str) -> None:
         if not self.app.view.moment.travel_text and self.app.view.moment.playback is None:
             raise EngineError("the picture already shows the present")
-        self.to_now()
+        self.app.to_now()
 
     def do_clear(self, _: str) -> None:
         self._control(self.app.source.control("clear_cache"))

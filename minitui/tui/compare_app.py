@@ -16,7 +16,7 @@ from engine.trace.records import Record
 from minitui.sources.base import Progress, Source, Stream
 from minitui.teaching.compare import run_contrast
 from minitui.teaching.contrasts import Contrast
-from minitui.teaching.stage import Restart, Stage
+from minitui.teaching.stage import Restart
 from minitui.trace.reader import TraceReader
 from minitui.tui.app import MinituiApp
 from minitui.tui.replay_app import NEED_CHATS, NO_CHATS, TraceCodec
@@ -49,7 +49,6 @@ class CompareApp(MinituiApp):
         self.story = f"{comparison.sentence} {UNLIKE if comparison.unlike else ''}"
 
     def action_save_runs(self) -> None:
-        """Ask for a name, and save the two runs as recordings."""
         if self.save is None:
             self.say("the two runs can be saved when both have ended", error=True)
             return
@@ -73,15 +72,7 @@ class DemoApp(CompareApp):
 
 async def compare_in_app(contrast: Contrast, app: CompareApp, restart: Restart, save: Save | None) -> None:
     """Run a contrast, and show its runs while they go on. `save` copies their recordings."""
-
-    def say(text: str) -> None:
-        app.story = text
-
-    stage = Stage(
-        app.source, app.feed, app.chats, app.system, say, app.select_session, restart=restart, beat=0.0,
-        held=lambda: app.feed.frozen,
-    )
-    app.asking = stage
+    app.asking = stage = app.stage_of(restart=restart, beat=0.0)
     try:
         outcome = await run_contrast(contrast, stage)
     except EngineError as error:
@@ -157,9 +148,3 @@ class RecordingsApp(CompareApp):
         view.notes = ((f"The engines differ in: {differ}.",) if differ else ()) + tuple(self._recordings.notes)
         self.view = self.feed.view = view
         self.tell(self._recordings.infos)
-
-    def switch_mode(self, mode: str) -> Any:
-        """Raises InvalidRequest for the chat screen: chats are not recorded."""
-        if mode == "chat":
-            raise InvalidRequest(NO_CHATS)
-        return super().switch_mode(mode)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from engine.errors import EngineError
 from minitui.teaching.scenarios import Demo
-from minitui.teaching.stage import Restart, Stage
+from minitui.teaching.stage import Restart
 from minitui.tui.app import MinituiApp
-from minitui.tui.glyphs import glyphs
 
 
 async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat: float = 1.0) -> None:
     """Play the demo. `beat` scales its pauses."""
 
-    def say(text: str) -> None:
-        app.story = text
-
     async def again() -> None:
         """Play the demo again, with an empty chat and an engine with the original options. The chats in which the user
         has asked a question stay."""
-        say("The demo starts again.")
+        app.set_story("The demo starts again.")
         stage.remove_chats()
         app.select_session(app.chats.new(app.system))
         if restart is not None:
@@ -32,10 +28,7 @@ async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat
 
     app.play_again = again
 
-    stage = Stage(
-        app.source, app.feed, app.chats, app.system, say, app.select_session, app.switch_mode, restart,
-        beat=beat, bar=glyphs().active, held=lambda: app.feed.frozen, keys=True, think=app.THINK_S,
-    )
+    stage = app.stage_of(look=app.switch_mode, restart=restart, beat=beat, keys=True, think=app.THINK_S)
     app.asking = stage
     app.set_focus(None)
     try:

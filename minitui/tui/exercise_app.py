@@ -63,7 +63,6 @@ class ExerciseSource(ReplaySource):
         return True
 
     async def close(self) -> None:
-        """End the process that runs the file."""
         self.attempts.close()
 
 
@@ -111,7 +110,6 @@ class ExerciseApp(ReplayApp):
             self.action_run_file()
 
     def action_run_file(self) -> None:
-        """Run the file."""
         if self.progress is None and not self._runs:
             self._runs = True
             self.run_worker(self._run(), group="attempt")

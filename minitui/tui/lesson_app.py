@@ -14,7 +14,6 @@ from minitui.teaching.lessons import LESSONS
 from minitui.teaching.lessons.page import Lesson
 from minitui.teaching.stage import Restart, Stage
 from minitui.tui.app import MinituiApp
-from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.lesson import LessonScreen
 
 
@@ -40,10 +39,7 @@ class LessonApp(MinituiApp):
         self.add_mode("lesson", lambda: LessonScreen(self.lesson, self.lesson_progress, lambda: self.stage))
 
     async def _begin(self) -> None:
-        self.stage = Stage(
-            self.source, self.feed, self.chats, self.system, lambda text: None, self.select_session, lambda mode: None,
-            self.restart, bar=glyphs().active, held=lambda: self.feed.frozen, home=self.lesson.options,
-        )
+        self.stage = self.stage_of(say=lambda text: None, restart=self.restart, home=self.lesson.options)
         # The screen begins the lesson at its next paint. `_open` is not called here: it would return to the first page.
 
     async def _open(self, lesson: Lesson, at: int | None) -> None:

@@ -17,9 +17,9 @@ from minitui.sources.replay import MAX_SPEED, MIN_SPEED, ReplaySource
 from minitui.trace.reader import TraceReader
 from minitui.tui.actions import Action
 from minitui.tui.app import MinituiApp
+from minitui.tui.screens.base import PlayheadScreen
 from minitui.tui.screens.inspect import TALL, InspectScreen
 from minitui.tui.screens.lecture import LectureScreen
-from minitui.tui.screens.playhead import PlayheadScreen
 from minitui.tui.widgets.replay_bar import ReplayBar, position
 from minitui.viewmodel.moment import Playback
 from minitui.viewmodel.words.narrate import narrate
@@ -68,7 +68,6 @@ class TraceCodec:
         self._reader = reader
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Returns the text of the token ids (see TraceReader.decode)."""
         return self._reader.decode(ids)
 
     def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> NoReturn:
@@ -127,17 +126,14 @@ class ReplayApp(MinituiApp):
 
     @property
     def gated(self) -> bool:
-        """True if the replay is paused."""
         return self.replay.paused
 
     @property
     def pace(self) -> float:
-        """The factor of the replay's slow motion."""
         return self.replay.pace
 
     @property
     def position(self) -> int:
-        """The step that the panels show."""
         return position(self.view, self.replay)
 
     def _frame(self) -> None:
@@ -186,12 +182,6 @@ class ReplayApp(MinituiApp):
             f"A recording of {info.model} {weights}on {info.device}: its steps are real, its text is random and "
             "not shown. Press p to pause; each step is then explained here."
         )
-
-    def switch_mode(self, mode: str) -> Any:
-        """Raises InvalidRequest for the chat screen: chats are not recorded."""
-        if mode == "chat":
-            raise InvalidRequest(NO_CHATS)
-        return super().switch_mode(mode)
 
     async def start_over(self) -> None:
         """Go back to the first step."""
@@ -257,28 +247,23 @@ class ReplayApp(MinituiApp):
         self.run_worker(self.seek(message.step), group="seek", exclusive=True)
 
     def action_speed(self, direction: int) -> None:
-        """Set the next lower or higher speed of SPEEDS."""
         now = self.replay.speed
         candidates = [s for s in SPEEDS if (s - now) * direction > 1e-9 and MIN_SPEED <= s <= MAX_SPEED]
         if candidates:
             self.replay.set_speed(min(candidates, key=lambda speed: abs(speed - now)))
 
     async def action_jump(self, direction: int) -> None:
-        """Jump a twentieth of the recording back or forward."""
         source = self.replay
         span = max(1, round((source.trace.last_step - source.trace.step_before) * JUMP))
         await self.seek(self.position + direction * span)
 
     async def action_begin(self) -> None:
-        """Go to the first step."""
         await self.seek(self.replay.trace.first_step)
 
     def action_end(self) -> None:
-        """Go to the last step."""
         self.to_now()
 
     async def action_mark(self, direction: int) -> None:
-        """Go to the next or the previous bookmark."""
         mark = self.replay.next_bookmark(self.position, direction)
         if mark is None:
             self.say("there is no bookmark " + ("after this step" if direction > 0 else "before this step"))

@@ -42,7 +42,6 @@ class ReplicaScreen(BaseScreen[None]):
         self.table.focus()
 
     def hints(self) -> list[Hint]:
-        """Returns the keys of the table, then the most useful actions."""
         table = [("up, down", "choose"), ("enter", "show its panels"), ("P", "pin"), ("U", "unpin")]
         return table + [h for h in super().hints() if h[1] in ("write", "new", "chats", "help", "commands")]
 
@@ -99,7 +98,6 @@ class ReplicaCommands(Commands):
         )
 
     def do_unpin(self, _: str) -> None:
-        """Let every replica answer the current chat again."""
         number = self.app.chats.number(self.app.session)
         if self.app.replicas.pins.pop(self.app.session.id, None) is None:
             self.app.say(f"chat {number} is not pinned")

@@ -25,10 +25,9 @@ from minitui.settings import Settings
 from minitui.teaching.stage import Stage
 from minitui.tui.app import MinituiApp
 from minitui.tui.glyphs import use_ascii
-from minitui.tui.screens.bindings import bindings_here
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.dialogs import ChoiceDialog, EngineDownDialog, TextDialog
-from minitui.tui.screens.help import HelpScreen
+from minitui.tui.screens.help import HelpScreen, bindings_here
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.theme import COLOURS
 from minitui.tui.widgets.bars import StatusBar, TopBar

@@ -16,7 +16,7 @@ from textual.pilot import Pilot
 from minitui.tui.app import MinituiApp
 from minitui.tui.panels import ALONE, IN_ORDER
 from minitui.tui.replay_app import ReplayApp
-from minitui.tui.screens.bindings import bindings_here
+from minitui.tui.screens.help import bindings_here
 from minitui.tui.screens.inspect import InspectScreen
 from tests.support.driving import drawn, settled
 from tests.tui.test_keys import live, recording, two_recordings

@@ -18,6 +18,7 @@ from minitui.tui.panels import ALONE, IN_ORDER, PANELS, Room
 from minitui.tui.replay_app import ReplayApp
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.theme import COLOURS, STATES, owner_style
+from minitui.tui.widgets.bars import PanelStrip
 from minitui.tui.widgets.inspect.block_colours import SIGNED, by_age, by_owner, by_refs
 from minitui.tui.widgets.inspect.block_map import BlockMap, blocks_to_show, grid
 from minitui.tui.widgets.inspect.block_table import BlockTable
@@ -29,7 +30,6 @@ from minitui.tui.widgets.inspect.step_bar import StepBar
 from minitui.tui.widgets.inspect.tree import RadixTree
 from minitui.tui.widgets.inspect.trends import TrendCharts
 from minitui.tui.widgets.inspect.waterfall import ROOMY, Waterfall
-from minitui.tui.widgets.panel_strip import PanelStrip
 from minitui.tui.widgets.rows import Runs, plain
 from minitui.viewmodel.explain.stalls import STALL_FROM
 from minitui.viewmodel.view import View

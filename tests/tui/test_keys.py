@@ -26,7 +26,7 @@ from minitui.tui.openai_app import ForeignApp
 from minitui.tui.panels import BY_KEY
 from minitui.tui.replay_app import ReplayApp, replay_app
 from minitui.tui.replica_app import ForeignReplicaApp
-from minitui.tui.screens.bindings import bindings_here
+from minitui.tui.screens.help import bindings_here
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.widgets.base import LinePanel
 from tests.support.driving import press, until

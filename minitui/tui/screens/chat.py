@@ -124,7 +124,6 @@ class ChatScreen(BaseScreen[None]):
     # ---- painting
 
     def paint(self, view: View) -> None:
-        """Show the view and the chat; called once a frame while this screen is visible."""
         app = self.app
         now = time.monotonic()
         if now - self._text_at >= TEXT_EVERY or self.transcript.session is not app.session:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from typing import ClassVar
 
-from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from minitui.teaching.lessons.page import Code
-from minitui.tui.screens.dialogs import Overlay
+from minitui.tui.screens.dialogs import PanelDialog
 from minitui.tui.widgets.base import Picture, ScrollPanel
 from minitui.tui.widgets.rows import Row, Runs
 from minitui.viewmodel.view import View
+from minitui.visible import visible_line
 
 MIN_CODE = 16  # cells; if fewer are left beside the indent, a line of code is cut off instead of wrapped
 
@@ -27,16 +28,23 @@ class CodePanel(ScrollPanel):
         Binding("pagedown,space", "scroll(20)", "page down", show=False, id="code.page_down"),
     ]
 
-    def __init__(self, code: Code) -> None:
-        super().__init__()
-        self.code = code
+    heading = ""
+    lines: Sequence[str] = ("",)
+    first = 1  # the number of the first line
+    marked = 0  # the number of the line that is marked; 0: none
+    end = ""  # the legend at the end
+
+    def show(self, heading: str, lines: Sequence[str], first: int = 1, marked: int = 0) -> None:
+        """Show these lines, with the marked one in sight."""
+        self.heading, self.lines, self.first, self.marked = heading, lines, first, marked
+        if marked:
+            self.top = max(0, marked - 8)
+        self.repaint()
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        rows = code_rows([line.expandtabs(4) for line in self.code.lines], self.code.first, width)
-        shown, below = self.window(rows, height)
-        name = self.code.reference.partition(":")[2]
-        legend = [(f"{below} more lines" if below else "esc closes", "dim")]
-        return Picture(shown, f"{self.code.path}  {name}".rstrip(), legend=legend)
+        lines = [visible_line(line.expandtabs(4)) for line in self.lines]
+        shown, below = self.window(code_rows(lines, self.first, width, self.marked), height)
+        return Picture(shown, self.heading, legend=[(f"{below} more lines" if below else self.end, "dim")])
 
 
 def code_rows(lines: list[str], first: int, width: int, marked: int = 0) -> list[Runs]:
@@ -75,24 +83,14 @@ def code_styles(lines: list[str]) -> list[str]:
     return styles
 
 
-class CodeScreen(Overlay[None]):
+class CodeScreen(PanelDialog):
     """The dialog with a CodePanel."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,v", "dismiss", "close", show=False, id="code.close")]
-    DEFAULT_CSS = """
-    CodeScreen { align: center middle; & CodePanel { width: 96%; max-width: 132; height: 94%; } }
-    """
+    DEFAULT_CSS = "CodeScreen CodePanel { max-width: 132; }"
 
     def __init__(self, code: Code) -> None:
-        super().__init__()
-        self._code = code
-
-    def compose(self) -> ComposeResult:
-        yield CodePanel(self._code)
-
-    def on_mount(self) -> None:
-        self.query_one(CodePanel).focus()
-
-    def paint(self, view: View) -> None:
-        """Draw the code."""
-        self.query_one(CodePanel).paint(view)
+        panel = CodePanel()
+        super().__init__(panel)
+        panel.end = "esc closes"
+        panel.show(f"{code.path}  {code.reference.partition(':')[2]}".rstrip(), code.lines, code.first)

@@ -43,10 +43,7 @@ their number.""")
         Binding("up", "scroll(-1)", "up", show=False, id="differences.up"),
         Binding("down", "scroll(1)", "down", show=False, id="differences.down"),
     ]
-
-    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
-        super().__init__(id=id, frame=frame)
-        self.comparison: Comparison | None = None
+    comparison: Comparison | None = None
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         if self.comparison is None or not self.comparison.shows(view):
@@ -127,7 +124,6 @@ class CompareScreen(BaseScreen[None]):
         self.runs.focus()
 
     def hints(self) -> list[Hint]:
-        """Returns the keys of this screen."""
         moves = [("left right", "cursor"), ("[ ]", "zoom"), ("k", "time or steps"), ("up down", "request")]
         if self._current == "figures":
             moves = [("up down", "scroll")]

@@ -15,7 +15,9 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from minitui.tui.textual_insides import SizedScreen
+from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.chat.prompt import Prompt
+from minitui.viewmodel.view import View
 from minitui.visible import visible, visible_line
 
 Result = TypeVar("Result")
@@ -38,6 +40,25 @@ class Overlay(ModalScreen[Result], SizedScreen[Result]):
 
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
         return super().dismiss(result) if self.is_current else AwaitComplete()
+
+
+class PanelDialog(Overlay[None]):
+    """A dialog with one panel."""
+
+    DEFAULT_CSS = "PanelDialog { align: center middle; & LinePanel { width: 96%; height: 94%; } }"
+
+    def __init__(self, panel: LinePanel) -> None:
+        super().__init__()
+        self.panel = panel
+
+    def compose(self) -> ComposeResult:
+        yield self.panel
+
+    def on_mount(self) -> None:
+        self.panel.focus()
+
+    def paint(self, view: View) -> None:
+        self.panel.paint(view)
 
 
 class TextDialog(Overlay[str | None]):

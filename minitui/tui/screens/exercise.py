@@ -12,19 +12,17 @@ from textual.containers import Horizontal, Vertical
 
 from minitui.exercises.attempt import Attempt
 from minitui.exercises.table import Exercise
-from minitui.tui.screens.base import Hint
-from minitui.tui.screens.code import code_rows
+from minitui.tui.screens.base import Hint, PlayheadScreen
+from minitui.tui.screens.code import CodePanel
 from minitui.tui.screens.compare import CompareScreen
-from minitui.tui.screens.playhead import PlayheadScreen
 from minitui.tui.widgets.bars import StatusBar, TopBar
-from minitui.tui.widgets.base import LinePanel, Picture, ScrollPanel
+from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.lanes import BatchLanes
 from minitui.tui.widgets.inspect.tree import RadixTree
 from minitui.tui.widgets.replay_bar import ReplayBar
 from minitui.tui.widgets.rows import Row, clean, wrapped
 from minitui.viewmodel.view import View
-from minitui.visible import visible_line
 
 WIDE = 110  # columns: the panels are beside the file, else below the result
 PRINTED = 4  # lines of what the code printed
@@ -38,38 +36,6 @@ class Now(NamedTuple):
     attempt: Attempt | None
     running: bool
     error: str
-
-
-class FilePanel(ScrollPanel):
-    """The student's file, as it was at the last run."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up", "scroll(-1)", "up", show=False, id="exercise.up"),
-        Binding("down", "scroll(1)", "down", show=False, id="exercise.down"),
-        Binding("pageup", "scroll(-20)", "page up", show=False, id="exercise.page_up"),
-        Binding("pagedown", "scroll(20)", "page down", show=False, id="exercise.page_down"),
-    ]
-
-    def __init__(self, *, id: str) -> None:
-        super().__init__(id=id)
-        self.name_of_file, self.lines, self.line = "", [""], 0
-        self._first = True  # at first the function is shown: its explanation may fill the panel
-
-    def show(self, name: str, text: str, line: int | None) -> None:
-        """Show a text; `line`: the one of the fault, from 1; None: there is none."""
-        self.name_of_file, self.lines, self.line = name, text.splitlines() or [""], line or 0
-        if line:
-            self.top = max(0, line - 8)
-        self.repaint()
-
-    def picture(self, view: View, width: int, height: int) -> Picture:
-        rows = code_rows([visible_line(line.expandtabs(4)) for line in self.lines], 1, width, self.line)
-        if self._first and self.name_of_file:
-            self._first = False
-            before = next((i for i, line in enumerate(self.lines) if line.startswith("def ")), 0)
-            self.top = self.top or len(code_rows(self.lines[:before], 1, width))
-        shown, below = self.window(rows, height)
-        return Picture(shown, self.name_of_file, legend=[(f"{below} more lines", "dim")] if below else [])
 
 
 class ResultPanel(LinePanel):
@@ -126,7 +92,7 @@ class ExerciseScreen(PlayheadScreen):
         &.-narrow #lanes, &.-narrow #map, &.-narrow #tree { display: none; }
     }
     """
-    file = getters.query_one("#file", FilePanel)
+    file = getters.query_one("#file", CodePanel)
     result = getters.query_one("#result", ResultPanel)
 
     def __init__(self, exercise: Exercise, now: Callable[[], Now]) -> None:
@@ -139,13 +105,13 @@ class ExerciseScreen(PlayheadScreen):
         result.running, result.error = now.running, now.error
         if now.attempt is not None and now.attempt is not result.attempt:
             result.attempt = now.attempt
-            self.file.show(now.name, now.text, now.attempt.line)
+            self.file.show(now.name, now.text.splitlines() or [""], marked=now.attempt.line or 0)
         super().paint(view)
 
     def compose(self) -> ComposeResult:
         yield TopBar()
         with Horizontal(id="body"):
-            yield FilePanel(id="file")
+            yield CodePanel(id="file")  # the student's file, as it was at the last run
             with Vertical(id="side"):
                 yield ResultPanel(self.exercise, id="result")
                 yield BlockMap(id="map")

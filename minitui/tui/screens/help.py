@@ -1,29 +1,32 @@
-"""The help: what the current screen shows, then every key and command."""
+"""The help: what the current screen shows, then every key and command. The palette has the same keys."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 from textual import events, getters
-from textual.app import ComposeResult
+from textual.actions import parse
+from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
+from textual.dom import DOMNode
 from textual.screen import Screen
 from textual.widgets import Static
 
 from minitui.text import match_reasons
-from minitui.tui.actions import key_label
+from minitui.tui.actions import BY_ID, key_label
 from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.panels import PANELS
 from minitui.tui.screens.base import BaseScreen
-from minitui.tui.screens.bindings import BindingGroup
 from minitui.tui.screens.dialogs import Overlay
+from minitui.tui.widgets.base import LinePanel
 
 SAVED = """\
 A chat is saved as soon as it has a question. F searches all saved chats; minitui chat --resume opens the last ones.
@@ -190,6 +193,40 @@ def _reflowed(lines: list[str], width: int) -> list[str]:
         hang = " " * (column.end() if column else 2)
         rows += textwrap.wrap(entry, width, subsequent_indent=hang, break_on_hyphens=False)
     return rows
+
+
+CURSOR_KEYS = {"up", "down", "left", "right", "pageup", "pagedown", "tab", "shift+tab", "escape"}
+
+
+@dataclass(frozen=True)
+class BindingGroup:
+    """The bindings of one node; `name` is the node's title in the help."""
+
+    name: str
+    node: DOMNode
+    bindings: tuple[Binding, ...]
+
+
+def bindings_here(app: App[Any]) -> list[BindingGroup]:
+    """Returns the bindings of the panel with the focus, of the screen, and of the application."""
+    nodes: list[tuple[str, DOMNode]] = [(app.current_mode.capitalize(), app.screen), ("Application", app)]
+    if isinstance(app.focused, LinePanel):
+        nodes.insert(0, (app.focused.TITLE, app.focused))
+    groups = (BindingGroup(name, node, _bindings(node)) for name, node in nodes)
+    return [group for group in groups if group.bindings]
+
+
+def _bindings(node: DOMNode) -> tuple[Binding, ...]:
+    """Returns the bindings that minitui's classes declare for this node, without ACTIONS, system keys, and keys whose
+    action the node refuses now."""
+    ours = [kind for kind in type(node).__mro__ if kind.__module__.startswith("minitui")]
+    declared = {b.id: b for kind in ours for b in vars(kind).get("BINDINGS", ()) if b.id not in BY_ID and not b.system}
+    return tuple(binding for binding in declared.values() if _allowed(node, binding.action))
+
+
+def _allowed(node: DOMNode, action: str) -> bool:
+    _, name, parameters = parse(action)
+    return node.check_action(name, parameters) is not False
 
 
 class HelpScreen(Overlay[None]):

@@ -17,7 +17,7 @@ from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.panels import ALONE, IN_ORDER, PANELS, Room
 from minitui.tui.screens.base import BaseScreen, Hint
-from minitui.tui.widgets.bars import Bar, StatusBar, TopBar
+from minitui.tui.widgets.bars import Bar, PanelChosen, PanelStrip, StatusBar, TopBar
 from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened, selected
 from minitui.tui.widgets.hit_card import HitCard
 from minitui.tui.widgets.inspect.block_map import BlockMap
@@ -25,7 +25,6 @@ from minitui.tui.widgets.inspect.details import Details, HoverCard
 from minitui.tui.widgets.inspect.events import Events
 from minitui.tui.widgets.inspect.lanes import BatchLanes
 from minitui.tui.widgets.inspect.timeline import JumpRequested, TimelineClosed, TimelineOpened
-from minitui.tui.widgets.panel_strip import PanelChosen, PanelStrip
 from minitui.viewmodel.view import View
 
 WIDE, TALL = 100, 32  # a smaller terminal shows one panel at a time
@@ -205,7 +204,6 @@ class InspectScreen(BaseScreen[None]):
         self._panels[self.current].focus()
 
     def hints(self) -> list[Hint]:
-        """Returns the keys of this screen, then the actions on the engine."""
         hints = super().hints()
         first = [("tab", "panel"), *(hint for hint in hints if hint[1] == "help")]
         panels = [("esc", "back")] if self.current in ALONE or self._jumps.shown else []
@@ -317,19 +315,16 @@ class InspectScreen(BaseScreen[None]):
     # ---- messages and actions
 
     def on_opened(self, message: Opened) -> None:
-        """Show the details that a panel has requested."""
         message.stop()
         self._details.show(self.app.view, message.kind, message.id, self._panels[self.current])
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
-        """Make the panel with the focus the current panel."""
         if event.widget.id in IN_ORDER:
             self.current = event.widget.id
             if self.single:
                 self.lay_out()
 
     def action_panel(self, by: int) -> None:
-        """Go to the next or previous panel."""
         self._close_details()
         absent = self.absent if self.single else self.absent | ALONE
         present = [name for name in IN_ORDER if name not in absent or name == self.current]
@@ -372,7 +367,6 @@ class InspectScreen(BaseScreen[None]):
         self._go_to(Place(name, True))
 
     def on_panel_chosen(self, message: PanelChosen) -> None:
-        """Show the panel that was clicked in the strip."""
         if message.name not in ALONE:
             self._close_details()
             self._go_to(Place(message.name, self.maximised and self.current not in ALONE))
@@ -423,7 +417,6 @@ class InspectScreen(BaseScreen[None]):
         return place is not None
 
     def action_maximise(self) -> None:
-        """Show the current panel alone, or all panels again."""
         self.maximised = not self.maximised
         self.lay_out()
 
@@ -433,7 +426,6 @@ class InspectScreen(BaseScreen[None]):
         self.query_one(Events).action_search()
 
     def action_colour(self) -> None:
-        """Colour the blocks by another property."""
         self.query_one(BlockMap).action_colour()
 
     def action_back(self) -> None:

@@ -83,7 +83,6 @@ class LectureScreen(BaseScreen[None]):
         self._map.focus()
 
     def hints(self) -> list[Hint]:
-        """Returns hints for the keys of this screen, then for actions on the engine."""
         hints = super().hints()
         first = [("n", "next step")] if self._steps or self.app.view.moment.travel_text else []
         first += [(",", "back")]
@@ -115,7 +114,6 @@ class LectureScreen(BaseScreen[None]):
     # ---- painting
 
     def paint(self, view: View) -> None:
-        """Show the view; called once a frame while this screen is visible."""
         if hasattr(self, "_step"):
             self._ask_prediction(view)
             super().paint(view)
@@ -149,7 +147,6 @@ class LectureScreen(BaseScreen[None]):
         return None if question is None else Poll(question.text, question.choices)
 
     def reveal(self) -> None:
-        """Show the step without a guess."""
         self.action_next()
 
     def _reveal(self, view: View) -> None:
@@ -171,7 +168,6 @@ class LectureScreen(BaseScreen[None]):
     # ---- messages and actions
 
     def on_opened(self, message: Opened) -> None:
-        """Show the details that a panel has requested."""
         message.stop()
         if isinstance(self.focused, LinePanel):
             self._details.show(self.app.view, message.kind, message.id, self.focused)
@@ -192,14 +188,12 @@ class LectureScreen(BaseScreen[None]):
         self.paint(view)
 
     def action_back(self) -> None:
-        """Go one step back in time."""
         view = self.app.view
         self._why.question, self._asked_from = None, -1
         self.app.travel_to(view.moment.horizon - 1)
         self.paint(view)
 
     def action_predict(self) -> None:
-        """Ask for a prediction before each step, or stop asking."""
         predicting = self._why.predicting = not self._why.predicting
         if not predicting and self._asked_from >= 0:
             self._reveal(self.app.view)
@@ -208,7 +202,6 @@ class LectureScreen(BaseScreen[None]):
         self.notify(notice, timeout=3, markup=False)
 
     def action_colour(self) -> None:
-        """Colour the blocks by another property."""
         self._map.action_colour()
 
     def action_close(self) -> None:

@@ -137,7 +137,6 @@ class LessonScreen(BaseScreen[None]):
             self._start()
 
     def paint(self, view: View) -> None:
-        """Show the text and its panels; called once per frame while this screen is visible."""
         if self.stage is None and (stage := self._engine()) is not None:
             self.begin(self.reading.lesson, stage)
         for bar in self.query(Bar):
@@ -205,7 +204,6 @@ class LessonScreen(BaseScreen[None]):
         return f"{page.predict.question} The answer is {LETTERS[seen.answer]}: {choice}"
 
     def reveal(self) -> None:
-        """Run the page's experiment, which shows the answer."""
         self._start()
 
     # ---- pages
@@ -357,7 +355,6 @@ class LessonScreen(BaseScreen[None]):
     # ---- code
 
     def action_code(self) -> None:
-        """Open the code of this page."""
         page = self.reading.page
         if page is None or not page.code:
             return

@@ -7,7 +7,6 @@ from functools import partial
 from typing import ClassVar
 
 from textual import getters
-from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from engine.errors import EngineError
@@ -17,7 +16,7 @@ from minitui.prefix.report import WELL, heading, summarise, what_costs
 from minitui.text import count, duration
 from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import glyphs
-from minitui.tui.screens.dialogs import Overlay
+from minitui.tui.screens.dialogs import PanelDialog
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs, clean, fit, wrapped
 from minitui.viewmodel.view import View
@@ -97,26 +96,20 @@ class PrefixPanel(LinePanel):
         self.repaint()
 
 
-class PrefixScreen(Overlay[None]):
+class PrefixScreen(PanelDialog):
     """The dialog with a PrefixPanel. It shows the records that are kept for time travel."""
 
     app = getters.app(AppBase)
+    panel: PrefixPanel
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss", "close", show=False, id="prefix.close")]
-    DEFAULT_CSS = """
-    PrefixScreen { align: center middle; & PrefixPanel { width: 96%; max-width: 140; height: 94%; max-height: 44; } }
-    """
+    DEFAULT_CSS = "PrefixScreen PrefixPanel { max-width: 140; max-height: 44; }"
 
-    def compose(self) -> ComposeResult:
-        yield PrefixPanel()
+    def __init__(self) -> None:
+        super().__init__(PrefixPanel())
 
-    def on_mount(self) -> None:
-        self.query_one(PrefixPanel).focus()
+    def on_mount(self) -> None:  # Textual calls the parent's handler too
         self.run_worker(self._look(), group="prefix", exclusive=True)
-
-    def paint(self, view: View) -> None:
-        """Draw the findings."""
-        self.query_one(PrefixPanel).paint(view)
 
     async def _look(self) -> None:
         view, info = self.app.view, self.app.source.info
@@ -126,7 +119,6 @@ class PrefixScreen(Overlay[None]):
             kept = view.history.past.recorded()
             found = await asyncio.to_thread(partial(findings_since, *kept, info, view.texts.decode))
         except (EngineError, ValueError) as error:
-            self.query_one(PrefixPanel).show(str(error), chats)
+            self.panel.show(str(error), chats)
             return
-        nothing = "No request was admitted since the first record that is kept."
-        self.query_one(PrefixPanel).show(found or nothing, chats)
+        self.panel.show(found or "No request was admitted since the first record that is kept.", chats)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from textual import getters
-from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from engine.errors import EngineError
 from minitui.chat.alternatives import alternatives
-from minitui.tui.app_base import AppBase
+from minitui.chat.sessions import Chats
 from minitui.tui.glyphs import glyphs
-from minitui.tui.screens.dialogs import Overlay
+from minitui.tui.screens.dialogs import PanelDialog
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.lesson.tokens import NEW, candidates_picture, piece_lines
 from minitui.tui.widgets.rows import Row, wrapped
@@ -83,42 +81,29 @@ class TokenPanel(LinePanel):
         screen.look()
 
 
-class TokensScreen(Overlay[None]):
+class TokensScreen(PanelDialog):
     """The dialog with a TokenPanel. Every chosen token is a request for one token, which the panels show too."""
 
-    app = getters.app(AppBase)
-
+    panel: TokenPanel
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,k", "dismiss", "close", show=False, id="tokens.close")]
-    DEFAULT_CSS = """
-    TokensScreen { align: center middle; & TokenPanel { width: 96%; max-width: 112; height: 94%; max-height: 30; } }
-    """
+    DEFAULT_CSS = "TokensScreen TokenPanel { max-width: 112; max-height: 30; }"
 
-    def __init__(self, ids: list[int], prompt: int) -> None:
-        super().__init__()
-        self._ids, self._prompt = ids, prompt
-
-    def compose(self) -> ComposeResult:
-        codec = self.app.chats.codec
+    def __init__(self, chats: Chats, ids: list[int], prompt: int) -> None:
+        self._chats, self._ids, codec = chats, ids, chats.codec
         assert codec is not None
-        yield TokenPanel(self._ids, self._prompt, lambda token: codec.decode([token], skip_special_tokens=False))
+        super().__init__(TokenPanel(ids, prompt, lambda token: codec.decode([token], skip_special_tokens=False)))
 
-    def on_mount(self) -> None:
-        self.query_one(TokenPanel).focus()
+    def on_mount(self) -> None:  # Textual calls the parent's handler too
         self.look()
-
-    def paint(self, view: View) -> None:
-        """Draw the tokens and the candidates."""
-        self.query_one(TokenPanel).paint(view)
 
     def look(self) -> None:
         """Ask the engine for the candidates of the chosen token, unless they are known."""
-        panel = self.query_one(TokenPanel)
-        if not isinstance(panel.found.get(panel.at), list):
-            self.run_worker(self._ask(panel, panel.at), group="tokens", exclusive=True)
+        if not isinstance(self.panel.found.get(self.panel.at), list):
+            self.run_worker(self._ask(self.panel.at), group="tokens", exclusive=True)
 
-    async def _ask(self, panel: TokenPanel, at: int) -> None:
+    async def _ask(self, at: int) -> None:
         try:
-            panel.found[at] = await alternatives(self.app.chats, self._ids, at)
+            self.panel.found[at] = await alternatives(self._chats, self._ids, at)
         except EngineError as error:
-            panel.found[at] = str(error)
-        panel.repaint()
+            self.panel.found[at] = str(error)
+        self.panel.repaint()

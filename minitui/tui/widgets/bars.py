@@ -1,12 +1,15 @@
-"""The bars of the screens: the top bar, the status bar, and the progress of an engine that is starting."""
+"""The bars of the screens: the top bar, the status bar, the strip of panels, and the progress of an engine that is
+starting."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from textual import getters
 from textual.geometry import Size
+from textual.message import Message
 from textual.widgets import TextArea
 
 from engine.info import EngineInfo
@@ -33,7 +36,6 @@ class Loading(Bar):
     DEFAULT_CSS = "Loading { height: 3; padding: 1 2 0 2; }"
 
     def paint(self, view: View) -> int:
-        """Paint the bar, or hide it."""
         wanted = self.app.progress is not None
         if self.display != wanted:
             self.display = wanted
@@ -134,7 +136,6 @@ class TopBar(Bar):
         return [piece for line in lines for piece in textwrap.wrap(line, max(20, width - 4)) or [""] if line]
 
     def paint(self, view: View) -> int:
-        """Paint the bar. If the height of the story has changed, ask Textual for a new layout."""
         if self.size.width and self.size.height != 1 + len(self._story(self.size.width)):
             self.refresh(layout=True)
         return super().paint(view)
@@ -201,3 +202,50 @@ def describe_engine(info: EngineInfo, room: int) -> str:
     while len(known) > 1 and len(dot.join(known)) > room:
         del known[-2 if len(known) > 2 else -1]
     return dot.join(known)
+
+
+@dataclass
+class PanelChosen(Message):
+    """A panel of the strip was clicked."""
+
+    name: str
+
+
+class PanelStrip(Bar):
+    """On a small terminal, which shows one panel at a time: one word for each panel, the current one in brackets, and
+    what there is to see in it. A click on a word shows its panel."""
+
+    SHOWS_ITSELF = False
+    names: tuple[str, ...] = ()
+    current = ""
+    marks: Mapping[str, str] = {}  # of the panels that have something to see: a stall, an eviction
+
+    _places: Sequence[tuple[int, int, str]] = ()  # (start, end, name)
+
+    def show(self, names: tuple[str, ...], current: str) -> None:
+        """Show these panels."""
+        self.names, self.current = names, current
+        self.repaint()
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        words = {name: "blocks" if name == "map" else name for name in self.names}
+        names, marks = list(self.names), self.marks
+        while len(names) > 1 and sum(len(words[name]) + len(marks.get(name, "")) + 2 for name in names) > width:
+            del names[0 if names[-1] == self.current else -1]  # the current panel is always named
+        row = Row()
+        places = []
+        for name in names:
+            start = row.width
+            if name == self.current:
+                row.add(f"[{words[name]}]", "bold accent")
+            else:
+                row.add(f" {words[name]} ", "dim")
+            row.add(marks.get(name, ""), "bold on-fill on bad")
+            places.append((start, row.width, name))
+        self._places = places
+        return Picture([row.done(width)])
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        for start, end, name in self._places:
+            if start <= column < end:
+                self.post_message(PanelChosen(name))

@@ -56,7 +56,6 @@ class HitCard(Bar):
         self._left_out = to_others
 
     def paint(self, view: View) -> int:
-        """Paint the card, or hide it."""
         if self.app.size.height < LEAST_ROWS or self._left_out or not view.history.loaded:
             self._hit = None
         elif view.moment.still or self._hit is None or not 0 <= view.moment.now - self._since < LEAST_S:

@@ -15,7 +15,7 @@ from minitui.text import count, duration, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import owner_style
 from minitui.tui.widgets.base import Picture, paragraphs
-from minitui.tui.widgets.inspect.waterfall_texts import request_legend
+from minitui.tui.widgets.inspect.waterfall import request_legend
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, legend, runs_width
 from minitui.tui.widgets.rows import cells as width_of
 from minitui.tui.widgets.tracks import STYLES, AxisPanel, Scale, mark, number, ruler, track
@@ -71,16 +71,14 @@ machine, times are not. The mouse wheel changes the scale, and dragging moves th
         Binding("k", "clock", "time or steps", show=False, id="runs.clock"),
     ]
 
-    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
-        super().__init__(id=id, frame=frame)
-        self.comparison: Comparison | None = None
-        self.unit = "ms"
-        self.chosen: int | None = None  # the index of a request
-        self.zoom = 1  # the whole width shows 1/zoom of the longer run
-        self.left = 0.0
-        self._drawn: tuple[object, Picture] | None = None  # what the last picture shows, and the picture
-        self._kinds: set[str] = set()  # the kinds of phases of the requests in sight
-        self._rows: list[int | None] = []  # the index of the request in each row of the picture
+    comparison: Comparison | None = None
+    unit = "ms"
+    chosen: int | None = None  # the index of a request
+    zoom = 1  # the whole width shows 1/zoom of the longer run
+    left = 0.0
+    _drawn: tuple[object, Picture] | None = None  # what the last picture shows, and the picture
+    _kinds: set[str]  # the kinds of phases of the requests in sight
+    _rows: list[int | None]  # the index of the request in each row of the picture
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         comparison = self.compared(view)
@@ -260,7 +258,6 @@ machine, times are not. The mouse wheel changes the scale, and dragging moves th
         self.repaint()
 
     def action_whole(self) -> None:
-        """Show the whole runs, without a cursor."""
         self.zoom, self.left, self.cursor = 1, 0.0, None
         self.repaint()
 
@@ -273,7 +270,6 @@ machine, times are not. The mouse wheel changes the scale, and dragging moves th
             self.repaint()
 
     def action_clock(self) -> None:
-        """Change between time and steps."""
         self.unit = "steps" if self.unit == "ms" else "ms"
         self.action_whole()
 

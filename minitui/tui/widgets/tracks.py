@@ -55,13 +55,11 @@ class AxisPanel(LinePanel):
     A subclass implements `move_to` and `zoom_by`.
     """
 
-    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
-        super().__init__(id=id, frame=frame)
-        self.cursor: float | None = None  # a place on the axis
-        self.scale = Scale(0.0, 1.0, 1)
-        self.label = 0  # cells for the names of the tracks
-        self._drag: tuple[int, float] | None = None  # where the mouse button was pressed, and the right edge then
-        self._dragged = False
+    cursor: float | None = None  # a place on the axis
+    scale = Scale(0.0, 1.0, 1)
+    label = 0  # cells for the names of the tracks
+    _drag: tuple[int, float] | None = None  # where the mouse button was pressed, and the right edge then
+    _dragged = False
 
     @property
     def cursor_column(self) -> int | None:

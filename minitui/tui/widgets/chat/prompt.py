@@ -157,11 +157,9 @@ class Prompt(TextArea):
             await super()._on_key(event)
 
     def action_new_line(self) -> None:
-        """Break the line."""
         self.insert("\n")
 
     def action_accept(self) -> None:
-        """Accept the highlighted completion, or the first."""
         if self._offers:
             chosen = self._offers[max(self._chosen, 0)]
             self.put(chosen.text + (" " if chosen.text.startswith("/") else ""))

@@ -20,9 +20,7 @@ MORE_CELLS = 20  # cells for "N more" at both ends
 class SessionTabs(Bar):
     """Shows the tab of the current chat, and the tabs beside it that fit. The last tab opens a new chat."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self._places: list[tuple[int, int, Session | None]] = []  # (start, end, chat) of each tab; None: "+ new"
+    _places: list[tuple[int, int, Session | None]]  # (start, end, chat) of each tab; None: "+ new"
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         sessions = self.app.chats.sessions

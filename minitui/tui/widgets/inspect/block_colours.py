@@ -114,7 +114,6 @@ def _letter(name: str, index: int) -> str:
 
 
 def _entry(glyph: str, style: str, word: str) -> list[Run]:
-    """Returns one entry of a legend."""
     return [(glyph, style), (f" {word}", "dim")]
 
 

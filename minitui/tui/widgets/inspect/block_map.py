@@ -170,15 +170,13 @@ tokens.""")
         Binding("c", "colour", "colours", show=False, id="map.colour", tooltip="by state, owner, age or holders"),
     ]
 
-    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
-        super().__init__(id=id, frame=frame)
-        self.mode = "state"
-        self.zoomed_at: int | None = None  # the first block shown when zoomed in; None: not zoomed
-        self.grid = grid(1, 1, 1)
-        self._cells = np.empty((0, 0), np.int64)
-        self._cell_rows: list[Runs] = []
-        self._pairs: dict[int, Run] = {}  # the half cells of `_drawn_for`
-        self._drawn_for: tuple[Grid, int, list[tuple[str, str]]] | None = None  # grid, width, looks of `_cell_rows`
+    mode = "state"
+    zoomed_at: int | None = None  # the first block shown when zoomed in; None: not zoomed
+    grid: Grid
+    _drawn_for: tuple[Grid, int, list[tuple[str, str]]] | None = None  # grid, width, looks of these:
+    _cells: np.ndarray
+    _cell_rows: list[Runs]
+    _pairs: dict[int, Run]  # the half cells
 
     # ---- the picture
 
@@ -249,7 +247,7 @@ tokens.""")
         if self._drawn_for == drawn_for:
             stale = (cells != self._cells).any(1)
         else:
-            self._pairs.clear()
+            self._pairs = {}
             stale = np.ones(lines, bool)
             self._cell_rows = [()] * lines
         for y in np.flatnonzero(stale):

@@ -43,10 +43,8 @@ The last block has the slot of the newest state.""")
         Binding("enter", "open", "details", show=False, id="table.open"),
     ]
 
-    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
-        super().__init__(id=id, frame=frame)
-        self._places: list[tuple[range, range, int]] = []  # (rows below the heading, columns, block) of each chip
-        self._heading = 0  # rows
+    _places: list[tuple[range, range, int]]  # (rows below the heading, columns, block) of each chip
+    _heading = 0  # rows
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         self._places = []
@@ -217,7 +215,6 @@ The last block has the slot of the newest state.""")
             self.repaint()
 
     def action_turn(self, by: int) -> None:
-        """Select the next newer or older request."""
         if ids := sorted(self.view.moment.shown.state.requests):
             self.view.select("request", neighbour(ids, self.view.subject(), by, -1))
             self.repaint()

@@ -121,6 +121,5 @@ the most work.""")
             self.chosen = self._first + row
 
     def action_layer(self, by: int) -> None:
-        """Choose the layer above or below."""
         self.chosen = max(0, min(self._last, self.chosen + by))
         self.repaint()

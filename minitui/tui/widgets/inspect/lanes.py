@@ -320,7 +320,6 @@ select one of these two, the label names that request. A label has the colour of
         return here[-1] if here and column >= self.label else slot[-1]
 
     def action_choose(self, by: int) -> None:
-        """Select the request in the row above or below."""
         if rows := [slot for slot in self.rows.slots if slot]:
             chosen = next((slot for slot in rows if selected(self.view, "request") in slot), None)
             self.view.select("request", neighbour(rows, chosen, by, -1 if by < 0 else 0)[-1])

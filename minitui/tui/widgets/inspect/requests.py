@@ -309,14 +309,12 @@ selection, Enter opens the timeline of the request with the longest gap.""")
         self.repaint()
 
     def action_choose(self, by: int) -> None:
-        """Select the request `by` rows below."""
         if self.rows:
             ids = [row.id for row in self.rows]
             self.view.select("request", neighbour(ids, selected(self.view, "request"), by, self.top))
             self.repaint()
 
     def action_longest(self) -> None:
-        """Select the request with the longest gap of all."""
         if (worst := self._worst[0]) is not None:
             self.view.select("request", worst.id)
             self.repaint()

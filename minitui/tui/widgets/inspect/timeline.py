@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -25,12 +26,11 @@ LEAST = 4  # rows of the smallest chart
 WHOLE_FIRST = 14  # rows; a lower panel leaves out the first token if it needs more than two of them
 
 
+@dataclass
 class JumpRequested(Message):
     """Asks the screen to show the engine as it was after a step."""
 
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.step = step
+    step: int
 
 
 class TimelineOpened(Message):

@@ -6,6 +6,7 @@ token, and the work of host and device in the last few steps. A large panel show
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -93,7 +94,7 @@ def up_down() -> str:
     return "↑ ↓" if glyphs().rule != "-" else "^ v"
 
 
-def list_top(slowest: list[StepRow], chosen: int, rows: int) -> int:
+def list_top(slowest: Sequence[StepRow], chosen: int, rows: int) -> int:
     """Returns the index of the first step that a list of `rows` rows, one of them its heading, shows."""
     return max(0, min(chosen - rows + 2, len(slowest) - rows + 1))
 
@@ -104,7 +105,7 @@ def room_for_why(width: int) -> int:
 
 
 def slow_steps(
-    slowest: list[StepRow], view: View, at: int, chosen: bool, width: int, rows: int, among: int
+    slowest: Sequence[StepRow], view: View, at: int, chosen: bool, width: int, rows: int, among: int
 ) -> list[Runs]:
     """Returns the list of the slowest steps, with the step at index `at`. `chosen`: it is highlighted. `among`: they
     are the slowest ones of a number of steps. The heading says so, and how many do not fit."""
@@ -200,14 +201,12 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
         Binding("right", "span(-1)", "fewer steps", show=False, id="timings.right"),
     ]
 
-    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
-        super().__init__(id=id, frame=frame)
-        self.times: StepTimes | None = None  # the steps of the charts and of the list; None: only the slowest is shown
-        self.slowest: list[StepRow] = []
-        self.chosen: int | None = None  # a step of `slowest`; None: no row is chosen
-        self.span = 1  # index in SPANS
-        self._list_row = self._listed = 0  # where the list begins, and its rows with the heading
-        self._slowest_rows = range(0)  # the rows about the slowest step, if there is no list
+    times: StepTimes | None = None  # the steps of the charts and of the list; None: only the slowest is shown
+    slowest: Sequence[StepRow] = ()
+    chosen: int | None = None  # a step of `slowest`; None: no row is chosen
+    span = 1  # index in SPANS
+    _list_row = _listed = 0  # where the list begins, and its rows with the heading
+    _slowest_rows = range(0)  # the rows about the slowest step, if there is no list
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         t = view.timings
@@ -322,13 +321,11 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
         return listed and super().check_action(action, parameters)
 
     def action_choose(self, by: int) -> None:
-        """Choose another one of the slowest steps."""
         if self.times is not None:
             self.chosen = neighbour([row.step for row in self.slowest], self.chosen, by)
             self.repaint()
 
     def action_span(self, by: int) -> None:
-        """Show more or fewer steps."""
         self.span = max(0, min(len(SPANS) - 1, self.span + by))
         self.repaint()
 
@@ -342,7 +339,6 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
         self.action_details()
 
     def action_details(self) -> None:
-        """Open the details of the chosen step, or of the slowest one."""
         slowest = self.slowest[self._at] if self.times is not None else self.view.timings.slowest
         if slowest is not None:
             self.view.select("step", slowest.step)

@@ -362,7 +362,6 @@ selected node.""")
         self.repaint()
 
     def action_bars(self) -> None:
-        """Show the tree as bars, or as a table."""
         self.bars = not self.bars
         self.repaint()
 

@@ -61,14 +61,12 @@ larger than the usual one, the scale is logarithmic.""")
         Binding("enter", "jump", "go back in time to the cursor", show=False, id="trends.jump"),
     ]
 
-    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
-        super().__init__(id=id, frame=frame)
-        self.span = SPANS[0]
-        self._chosen = False  # the user chose the span
-        self.back: int | None = None  # the cursor, in columns before the last; None: no cursor
-        self._ends = np.empty(0)
-        self._columns = 1
-        self._wide = 1  # cells of a column
+    span = SPANS[0]
+    back: int | None = None  # the cursor, in columns before the last; None: no cursor
+    _chosen = False  # the user chose the span
+    _ends: np.ndarray
+    _columns = 1
+    _wide = 1  # cells of a column
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         now, live = (view.moment.bucket * BUCKET, False) if view.moment.travel_text else (view.history.rates.now, True)
@@ -157,7 +155,6 @@ larger than the usual one, the scale is logarithmic.""")
         self.repaint()
 
     def action_span(self, by: int) -> None:
-        """Show a longer or shorter span."""
         self._chosen = True
         self.span = SPANS[max(0, min(len(SPANS) - 1, SPANS.index(self.span) + by))]
         self.back = None

@@ -6,38 +6,42 @@ spans of viewmodel/history/spans.py. Only the steps in sight are computed.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 import numpy as np
 from textual.binding import Binding
 
-from minitui.text import duration
+from minitui.text import duration, ms
+from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import owner_style
 from minitui.tui.widgets.base import Opened, Picture, neighbour, paragraphs, selected
+from minitui.tui.widgets.inspect.step_bar import contents
 from minitui.tui.widgets.inspect.timing_rows import limit_rows
-from minitui.tui.widgets.inspect.waterfall_texts import (
-    at_cursor,
-    covering,
-    figures,
-    labels,
-    request_labels,
-    request_legend,
-)
-from minitui.tui.widgets.rows import Row, Runs, fit
-from minitui.tui.widgets.tracks import SCALES, UNKNOWN, AxisPanel, Scale, number, numbered, ruler, track
+from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, fit, legend, named, runs_width
+from minitui.tui.widgets.tracks import SCALES, STYLES, UNKNOWN, AxisPanel, Scale, mark, number, numbered, ruler, track
+from minitui.viewmodel.explain.timing import why_slow
 from minitui.viewmodel.history.lane import Lane
-from minitui.viewmodel.history.spans import PERHAPS, Span, Timeline
+from minitui.viewmodel.history.spans import (
+    HOST,
+    LAUNCH_OR_WAIT,
+    NOT_REPORTED,
+    PERHAPS,
+    REQUESTS,
+    Span,
+    Timeline,
+    parts_of,
+)
+from minitui.viewmodel.history.steps import PARTS, StepRow, Steps
 from minitui.viewmodel.view import View
 
 MOST_STEPS = 200  # the most steps in sight
-
-
+WHY_ROWS = 4  # of the cause of a step
 LABEL = 11  # cells
 NAME = 11  # cells for the name of a chat
 NAMED = 110  # from this width on, the tracks of requests have names
 STEPS_SHOWN = 4  # at the automatic scale, about this many steps are in sight
 RECENT = 32  # steps that decide the automatic scale
-TRACKS = 5  # rows of scale, steps, host, device and pauses
 ROOMY = 28  # a panel with this many rows has three rows for the host and three for the device
 LOW = 16  # a panel with fewer rows leaves out empty tracks and parts without time
 
@@ -96,19 +100,17 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         Binding("d", "details", "details of the step", show=False, id="waterfall.details"),
     ]
 
-    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
-        super().__init__(id=id, frame=frame)
-        self.right: float | None = None  # the right edge on the axis; None: follows the newest step
-        self.chosen_ms: float | None = None  # the scale chosen by the user, in ms per column
-        self.steps_in_sight = (0, -1)  # the first and the last
-        self.host: list[Span] = []  # the spans in sight
-        self.lanes: list[Lane] = []  # the requests on the screen
-        self._alive: list[Lane] = []  # all requests of the steps in sight
-        self._auto_ms = 0.0
-        self._lanes_row = TRACKS
-        self.step: int | None = None  # the step at the cursor
-        self._chosen: int | None = None  # the selected step at the last paint
-        self._horizon = -1
+    right: float | None = None  # the right edge on the axis; None: follows the newest step
+    chosen_ms: float | None = None  # the scale chosen by the user, in ms per column
+    steps_in_sight = (0, -1)  # the first and the last
+    host: Sequence[Span] = ()  # the spans in sight
+    lanes: Sequence[Lane] = ()  # the requests on the screen
+    step: int | None = None  # the step at the cursor
+    _alive: Sequence[Lane] = ()  # all requests of the steps in sight
+    _auto_ms = 0.0
+    _lanes_row = 0
+    _chosen: int | None = None  # the selected step at the last paint
+    _horizon = -1
 
     # ---- the picture
 
@@ -287,14 +289,12 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         self.repaint()
 
     def action_choose(self, by: int) -> None:
-        """Select the request above or below."""
         if self.lanes:
             ids, first = [lane.id for lane in self._alive], self.lanes[-1 if by < 0 else 0].id
             self.view.select("request", neighbour(ids, selected(self.view, "request"), by, ids.index(first)))
         self.repaint()
 
     def action_details(self) -> None:
-        """Open the details of the step at the cursor, or of the newest one."""
         step = Timeline(self.view.history.steps, self.view.moment.horizon).last if self.step is None else self.step
         if step in self.view.history.steps:
             self.view.select("step", step)
@@ -303,3 +303,103 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
     def action_open(self) -> None:
         if self.view.selection is not None:
             self.post_message(Opened(self.view.selection.kind, self.view.selection.id))
+
+
+# ---- texts
+
+
+def labels(span: Span) -> list[str]:
+    """Returns the texts of a span, the longest first."""
+    if span.kind == "step":
+        number = f"{span.step:,}"
+        return [f"{number}  {duration(span.ms)}", number] if span.ms else [number]
+    if span.kind in ("idle", "gate", "gc", "delayed"):
+        return [f"{span.kind} {duration(span.ms)}", span.kind]
+    if span.kind in (LAUNCH_OR_WAIT, NOT_REPORTED):
+        return [span.kind, "?"]
+    if span.kind in HOST or not span.tokens:
+        return [f"{span.kind} {span.step:,}", span.kind]
+    return [f"prefill +{span.tokens:,}", f"+{span.tokens:,}"]
+
+
+def request_labels(span: Span) -> list[str]:
+    return [f" +{span.tokens:,} ", f"+{span.tokens:,}"] if span.tokens else []
+
+
+def request_legend(without: str = "") -> list[Run]:
+    """Returns the meaning of the glyphs on the tracks of requests, except of the kind `without`."""
+    kinds = (kind for kind in REQUESTS.values() if kind != without)
+    return legend(*((mark(kind, request=True), STYLES[kind], kind) for kind in kinds))
+
+
+def covering(spans: Sequence[Span], place: float) -> Span | None:
+    """Returns the span at a place on the axis."""
+    return next((span for span in spans if span.begin <= place < span.end), None)
+
+
+def at_cursor(place: float, left: float, host: Sequence[Span], device: Sequence[Span], width: int) -> Runs:
+    """Returns the row that says what host and device do at the cursor."""
+    row = Row("cursor ", "accent").add(f"+{ms(place - left)} ms", "bold accent")
+    for name, spans in (("host", host), ("device", device)):
+        span = covering(spans, place)
+        text = "no work" if span is None else "unknown" if span.kind == UNKNOWN else f"{span.kind} {span.step:,}, "
+        row.add(f" · {name} ", "dim").add(text)
+        if span is not None and span.kind != UNKNOWN:
+            row.add(duration(span.ms), "bold ink")
+    return row.done(width)
+
+
+def figures(
+    view: View, row: StepRow, width: int, seen: Collection[str] | None, room: int, within: Span | None,
+) -> list[Runs]:
+    """Returns the rows with the times of a step's parts. They are also the legend of the tracks. `seen`: the kinds of
+    the spans in sight; parts of other kinds are left out if they took no time. None: no part is left out. `room`: rows;
+    with too few, the end of the cause is left out. `within`: the device began the step at a moment of this span; None:
+    its begin is known, or unknown."""
+    head = Row(f"step {row.step:,}", "bold ink").extend(named(view, "  " + contents(view, row)))
+    if row.took_ms is not None:
+        head.add("  took ", "dim").add(duration(row.took_ms), "bold ink")
+    model = view.models.of(row.step)
+    why = view.texts.labelled(why_slow(row, model, always=True))
+    if head.width + len(why) + 3 > width:
+        why = view.texts.labelled(why_slow(row, model))
+    if why and head.width + len(why) + 3 <= width:
+        head.extend(named(view, f" ({why})", "dim"))
+        why = ""
+    rows: list[Runs] = []
+    flow = Row()
+    marks = None if seen is None else {mark(kind) for kind in seen}
+    for glyph, style, name, value in _entries(row, view.history.steps, within):
+        if marks is not None and glyph not in marks and value in ("0", glyphs().dash):
+            continue
+        entry = [(glyph, style), (f" {name} ", "dim"), (value, "ink")]
+        if flow.width and flow.width + 2 + runs_width(entry) > width:
+            rows.append(flow.done(width))
+            flow = Row()
+        flow.add("  " if flow.width else "").extend(entry)
+    rows.append(flow.done(width))
+    most = max(1, min(WHY_ROWS, room - 1 - len(rows)))
+    return [head.done(width), *first_rows(why, "dim", width, most, "d: details"), *rows]
+
+
+def _entries(row: StepRow, steps: Steps, within: Span | None) -> list[tuple[str, str, str, str]]:
+    """Returns (glyph, style, name, value in ms) of each part, and of what is not a part of the step's duration."""
+    parts = row.parts
+    shown = {(part.kind, part.name(row.step)): part.ms for part in parts_of(steps, row)}
+    others = {"gate": None if parts is None else parts.gate, NOT_REPORTED: 0.0}
+    for kind in (*PARTS, NOT_REPORTED):  # the legend has every glyph
+        if not any(known == kind for known, _ in shown):
+            shown[kind, kind] = others.get(kind)
+    entries = [(mark(kind), STYLES[kind], name, _value(value)) for (kind, name), value in shown.items()]
+    device = "prefill" if row.chunks else "decode"
+    entries.append((mark(device), STYLES[device], f"device ({row.kind})", _value(row.device_ms)))
+    if within is not None:
+        entries.append((mark(PERHAPS), STYLES[PERHAPS], "began within", ms(within.end - within.begin)))
+    for name in ("gc", "delayed"):
+        entries.append((mark(name), STYLES[name], name, _value(None if parts is None else getattr(parts, name))))
+    stops = glyphs().dash if parts is None else f"{parts.stops}"
+    return [*entries, (mark("stop"), STYLES["stop"], "stops", stops)]
+
+
+def _value(value: float | None) -> str:
+    return glyphs().dash if value is None else "0" if value == 0 else ms(value)

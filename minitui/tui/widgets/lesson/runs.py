@@ -74,7 +74,4 @@ class RunsInSteps(Runs):
     """Two runs on the clock of steps, which is the same on every machine."""
 
     TIMES = False
-
-    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
-        super().__init__(id=id, frame=frame)
-        self.unit = "steps"
+    unit = "steps"
