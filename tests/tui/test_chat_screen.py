@@ -24,12 +24,10 @@ from minitui.chat.store import Store
 from minitui.settings import Settings
 from minitui.teaching.stage import Stage
 from minitui.tui.app import MinituiApp
-from minitui.tui.glyphs import use_ascii
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.dialogs import ChoiceDialog, EngineDownDialog, TextDialog
 from minitui.tui.screens.help import HelpScreen, bindings_here
 from minitui.tui.screens.inspect import InspectScreen
-from minitui.tui.theme import COLOURS
 from minitui.tui.widgets.bars import StatusBar, TopBar
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.chat.prompt import Prompt
@@ -52,22 +50,14 @@ async def running(
 ) -> AsyncIterator[tuple[MinituiApp, Pilot[Any], ChatScreen]]:
     source = source or FakeSource()
     app = MinituiApp(
-        source,
-        Chats(source, store),
-        Settings(**settings),
-        system=SYSTEM,
-        known_questions=KNOWN,
-        speaker="tutor",
+        source, Chats(source, store), Settings(**settings), system=SYSTEM, known_questions=KNOWN, speaker="tutor",
         load_codec=lambda info: ByteCodec(),
     )
-    try:
-        with patch("minitui.tui.screens.chat.TEXT_EVERY", 0.0):  # every frame has the text of its moment
-            async with app.run_test(size=size, notifications=True) as pilot:
-                screen = app.screen
-                assert isinstance(screen, ChatScreen)
-                yield app, pilot, screen
-    finally:
-        use_ascii(False)
+    with patch("minitui.tui.screens.chat.TEXT_EVERY", 0.0):  # every frame has the text of its moment
+        async with app.run_test(size=size, notifications=True) as pilot:
+            screen = app.screen
+            assert isinstance(screen, ChatScreen)
+            yield app, pilot, screen
 
 
 async def ask(app: MinituiApp, pilot: Pilot[Any], text: str) -> None:
@@ -119,25 +109,15 @@ async def test_a_question_is_answered_and_its_figures_stand_under_it():
         assert "block table ✓" in screen.query_one(SessionTabs).text
 
 
-async def test_a_question_typed_while_the_engine_loads_is_answered_when_it_is_there():
-    source = FakeSource(loads_at_once=False)
-    async with running(source) as (app, pilot, screen):
-        await type_text(pilot, "early")
-        await press(pilot, "enter")
-        assert "waits for the engine" in screen.query_one(SessionTabs).text
-        source.loaded.set()
-        await until(pilot, lambda: not app.session.busy)
-        assert app.session.state == "done"
-
-
 async def test_what_is_asked_of_the_engine_while_it_loads_is_done_when_it_is_there():
     source = FakeSource(loads_at_once=False)
-    async with running(source) as (app, pilot, _screen):
+    async with running(source) as (app, pilot, screen):
         app.submit("/slow 20")
         app.submit("/pause")
         app.submit("early")
         await _said(app, pilot, "the engine is starting: the command is sent as soon as this has ended")
         assert app.pace == 1 and not source.info
+        assert "waits for the engine" in screen.query_one(SessionTabs).text
         source.loaded.set()
         await until(pilot, lambda: app.pace == 20 and app.gated)
         await asyncio.sleep(0.05)
@@ -167,18 +147,6 @@ async def test_a_dialog_stands_before_the_dimmed_picture_which_costs_little_mean
         assert below.painter.frames <= painted + 1 + (app._frames - frames) // app.settings.fps
         await press(pilot, "escape")
         await until(pilot, lambda: below.painter.frames > painted)
-
-
-async def test_a_second_chat_with_the_same_system_prompt_shows_tokens_from_the_cache():
-    async with running() as (app, pilot, screen):
-        await ask(app, pilot, "What is a block table?")
-        await press(pilot, "escape", "o")
-        assert len(app.chats.sessions) == 2
-        await ask(app, pilot, "And what is a radix tree?")
-        shared = 1 + len(f"system\n{SYSTEM.strip()}")
-        cached = app.session.messages[-1].metrics["cached_tokens"]
-        assert cached >= shared // 16 * 16
-        assert f"{cached} of " in screen.transcript.text.replace("\n", " ")
 
 
 async def test_a_chat_with_huge_messages_is_shown_in_part_and_says_how_much_is_left_out():
@@ -237,13 +205,6 @@ async def test_completion_offers_what_the_model_knows():
         await type_text(pilot, "decode")  # in the middle of a question
         await press(pilot, "down", "enter")
         assert screen.prompt.text == "Why is decode slow?"
-
-
-async def test_right_takes_the_ghost_text():
-    async with running() as (_app, pilot, screen):
-        await type_text(pilot, "why")
-        await press(pilot, "right")
-        assert screen.prompt.text.lower() == "why is decode slow?"
 
 
 async def test_ctrl_j_breaks_the_line_and_up_brings_back_what_was_asked():
@@ -316,35 +277,17 @@ async def test_a_click_on_a_tab_shows_its_screen_from_within_the_prompt():
         assert screen.transcript.has_focus
 
 
-@pytest.mark.parametrize("cached", [None, 32])
-async def test_a_replay_on_a_server_that_does_not_tell_its_cache_use_says_so(cached):
-    async with running() as (app, pilot, _screen):
-        await until(pilot, lambda: app.progress is None)
-        session = app.session
-        app.replays.append(session.id)
-        answer = Message("assistant", "x", "done", metrics={"cached_tokens": cached, "prompt_tokens": 40})
-        session.messages += [Message("user", "why"), answer]
-        app.chats.on_end(session)
-        assert ("does not report" in session.note) == (cached is None)
-        assert ("32 of 40" in session.note) == (cached is not None)
-
-
 async def test_a_fork_and_one_prompt_to_all_chats():
     async with running() as (app, pilot, screen):
         await ask(app, pilot, "What is a block table?")
         await press(pilot, "escape", "f")
         assert "fork of #1" in app.session.title
-        assert "forked from #1" in screen.transcript.text or await _shown(pilot, screen, "forked from #1")
+        await until(pilot, lambda: "forked from #1" in screen.transcript.text)
         await type_text(pilot, "/all and again")
         await press(pilot, "enter")
         await until(pilot, lambda: not any(s.busy for s in app.chats.sessions))
         assert [s.messages[-2].text for s in app.chats.sessions] == ["and again"] * 2
         assert all(s.messages[-1].metrics["cached_tokens"] > 100 for s in app.chats.sessions)
-
-
-async def _shown(pilot: Pilot[Any], screen: ChatScreen, text: str) -> bool:
-    await until(pilot, lambda: text in screen.transcript.text)
-    return True
 
 
 async def test_rename_system_prompt_and_close_by_slash_commands():
@@ -395,7 +338,7 @@ async def test_every_command_is_in_the_help_with_its_key_and_in_the_palette():
         texts = [str(s.render()) for s in app.screen.query("Static")]
         assert texts[0] == "Keys: chat" and "f fork" in texts[1], "the help begins with keys"
         text = "\n".join(texts)
-        assert "[keys]" in text
+        assert "[keys]" in text and all(b.id and b.tooltip for b in MinituiApp.BINDINGS)
         for action in app.actions:
             assert action.id in text
             assert not action.slash or f"/{action.slash}" in text
@@ -643,7 +586,7 @@ async def test_an_engine_that_cannot_start_says_why():
     assert app.return_code == 1
 
 
-@pytest.mark.parametrize("size", [(80, 24), (99, 30), (100, 30), (160, 48), (200, 60)])
+@pytest.mark.parametrize("size", [(99, 30), (100, 30)])
 async def test_the_screen_fits_every_size_and_keeps_what_matters(size):
     async with running(size=size) as (app, pilot, screen):
         await ask(app, pilot, "What is a block table?")
@@ -653,26 +596,7 @@ async def test_the_screen_fits_every_size_and_keeps_what_matters(size):
         assert screen.transcript.size.height >= 8
         assert screen.prompt.region.bottom <= size[1] - 1
         assert max(len(line) for line in screen.transcript.text.splitlines()) <= screen.transcript.size.width
-        for panel in screen.query("LinePanel"):
-            if (
-                panel.display
-                and panel.region.height
-                and all(a.display for a in panel.ancestors_with_self if hasattr(a, "display"))
-            ):
-                assert panel.region.right <= size[0]
-
-
-@pytest.mark.parametrize("name", ["minitui-dark", "minitui-light", "minitui-projector"])
-async def test_every_theme_draws_the_chat(name):
-    async with running(theme=name) as (app, pilot, screen):
-        await ask(app, pilot, "What is a block table?")
-        assert app.theme == name
-        ink = {
-            segment.style.color.name
-            for segment in screen.transcript.render_line(2)
-            if segment.style and segment.style.color
-        }
-        assert ink <= set(COLOURS[name].values())
+        assert all(panel.region.right <= size[0] for panel in screen.query(LinePanel) if panel.region.height)
 
 
 async def test_ascii_mode_draws_only_ascii():
@@ -691,23 +615,6 @@ async def test_ascii_mode_draws_only_ascii():
         assert isinstance(app.screen, HelpScreen)
         shown = "\n".join(strip.text for strip in app.screen._compositor.render_strips())
         assert not {c for c in shown if not c.isascii()} and "esc closes" in shown
-
-
-async def test_a_key_can_be_remapped_by_its_id():
-    async with running(keys={"new": "f8"}) as (app, pilot, _screen):
-        await press(pilot, "escape", "o")
-        assert len(app.chats.sessions) == 1
-        await press(pilot, "f8")
-        assert len(app.chats.sessions) == 2
-
-
-async def test_every_binding_has_an_id_and_a_tooltip():
-    from textual.binding import Binding
-
-    for binding in MinituiApp.BINDINGS:
-        assert isinstance(binding, Binding)
-        assert binding.id
-        assert binding.tooltip
 
 
 async def test_leaving_keeps_the_answer_as_far_as_it_is(tmp_path: Path):

@@ -16,10 +16,10 @@ from minitui.dev.simulator import SMALL
 from minitui.tui.glyphs import UNICODE, use_ascii
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.widgets.inspect.experts import ExpertMap
-from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.history.experts import SUMMED, ExpertLoads
 from minitui.viewmodel.view import View
 from tests.support.models import make_runner, reference, save
+from tests.support.panels import body
 from tests.support.simulated import LiveStress, StressApp
 
 
@@ -29,7 +29,7 @@ def told(view: View, log: Any, step: int, load: list[tuple[int, list[int]]]) -> 
 
 
 def rows_of(view: View, panel: ExpertMap, width: int = 40, height: int = 6) -> list[str]:
-    return [plain(row) for row in panel.picture(view, width, height).rows]
+    return body(panel, view, width, height)
 
 
 def test_the_engine_tells_what_its_experts_got(tmp_path: Path) -> None:
@@ -132,8 +132,5 @@ async def test_inspect_has_the_panel_once_the_model_has_told_of_experts(size: tu
         assert panel.region.area
         assert "L1" in panel.text
         use_ascii(True)
-        try:
-            panel.repaint()
-            assert panel.text.isascii()
-        finally:
-            use_ascii(False)
+        panel.repaint()
+        assert panel.text.isascii()

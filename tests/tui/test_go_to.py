@@ -13,13 +13,10 @@ from engine.errors import InvalidRequest
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
 from minitui.tui.app import MinituiApp
-from minitui.tui.replay_app import replay_app
 from minitui.tui.screens.inspect import InspectScreen
-from minitui.tui.widgets.bars import StatusBar
 from minitui.viewmodel.places import find
 from tests.support.driving import press, type_text, until
 from tests.support.fake_client import ByteCodec, FakeSource
-from tests.support.golden import GOLDEN
 
 
 @contextlib.asynccontextmanager
@@ -43,20 +40,6 @@ async def go(pilot: Pilot[Any], name: str) -> None:
     await press(pilot, "g")
     await type_text(pilot, name)
     await press(pilot, "enter")
-
-
-async def test_the_same_key_is_in_the_footer_of_every_screen() -> None:
-    size = (80, 24)
-    async with answered(size) as (app, pilot):
-        for key in "123":
-            await press(pilot, key)
-            assert "g go to" in app.screen.query_one(StatusBar).text
-    recording = replay_app(str(GOLDEN), speed=0.2)
-    async with recording.run_test(size=size) as pilot:
-        await until(pilot, lambda: recording.feed.live and recording.replay.step > 3)
-        for key in "23":
-            await press(pilot, key)
-            assert "g go to" in recording.screen.query_one(StatusBar).text
 
 
 async def test_a_step_is_shown_and_escape_returns_to_the_panel_and_the_present() -> None:

@@ -7,20 +7,20 @@ from dataclasses import replace
 import pytest
 
 from minitui.dev.panel import stress_view
-from minitui.dev.simulator import CLASSROOM, Load
+from minitui.dev.simulator import CLASSROOM
 from minitui.tui.theme import LIT, Palette
 from minitui.tui.widgets.inspect.icicle import Icicle
 from minitui.tui.widgets.inspect.tree import RadixTree
 from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.view import View
+from tests.support.panels import TIGHT, body
 
-TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
 SIZES = [(66, 14), (76, 17), (110, 30), (200, 50)]
 
 
 def drawn(view: View, width: int, height: int) -> tuple[RadixTree, Icicle, list[str]]:
     panel = RadixTree()
-    rows = [plain(row) for row in panel.picture(view, width, height).rows]
+    rows = body(panel, view, width, height)
     assert panel.icicle is not None and all(len(row) == width for row in rows)
     return panel, panel.icicle, rows
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import asynccontextmanager
 
 import pyte
 import pytest
 from textual._compositor import ChopsUpdate, LayoutUpdate
 
-from minitui.dev.simulator import CLASSROOM, SMALL, Load
+from minitui.dev.simulator import CLASSROOM, SMALL
 from minitui.tui.glyphs import use_ascii
 from minitui.tui.panels import ALONE, IN_ORDER
 from minitui.tui.screens.inspect import InspectScreen
@@ -22,71 +21,19 @@ from minitui.tui.widgets.inspect.lanes import BatchLanes
 from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.inspect.tree import RadixTree
 from minitui.tui.widgets.inspect.waterfall import Waterfall
+from tests.support.panels import lines, simulated
 from tests.support.paths import SNAPSHOTS
-from tests.support.simulated import LiveStress, StressApp
-
-
-class Steady(LiveStress):
-    """Time passes by the test's word, not by the clock's."""
-
-    def drain_records(self):
-        return self.stress.drain()
-
-
-@pytest.fixture
-def clock():
-    """The application's clock: it moves with the frames and not by itself."""
-    return {"t": 1000.0}
-
-
-@asynccontextmanager
-async def opened(load: Load, size: tuple[int, int], clock: dict[str, float], warm_up: float = 4.0):
-    """The app at this size, and its pilot, after a second of frames."""
-    app = StressApp(Steady(load, warm_up), clock=lambda: clock["t"])
-    async with app.run_test(size=size) as pilot:
-        await pilot.pause()
-        await frames(app, pilot, clock, 20)
-        while not app.source.stress.scheduler.running:
-            await frames(app, pilot, clock)
-        yield app, pilot
-
-
-async def frames(app: StressApp, pilot, clock: dict[str, float], n: int = 1) -> None:
-    for _ in range(n):
-        clock["t"] += 0.05
-        app.source.stress.run(0.05)
-        app.tick()
-    await pilot.pause()
-
-
-def lines(app: StressApp) -> list[str]:
-    return [strip.text for strip in app.screen._compositor.render_strips()]
-
-
-@pytest.mark.parametrize("size", [(80, 24), (120, 36), (160, 48), (200, 60)])
-async def test_every_size_shows_the_pool_the_step_and_panels(size, clock):
-    async with opened(SMALL, size, clock) as (app, _):
-        screen = lines(app)
-        assert len(screen) == size[1] and all(len(line) == size[0] for line in screen)
-        text = "\n".join(screen)
-        for word in ("active", "shared", "cached", "free", "KV blocks", " of 128 tokens"):
-            assert word in text, word
-        titles = [name for name in ("Radix tree", "Batch lanes", "Timings", "Events", "Block table") if name in text]
-        assert len(titles) == (0 if size == (80, 24) else 5)
-        assert (" 0 dropped" if size[0] < 100 else "backlog 0 · 0 dropped") in screen[-1]
+from tests.support.simulated import StressApp
 
 
 @pytest.mark.parametrize(
     ("size", "ascii_only"), [((80, 24), False), ((120, 36), False), ((200, 60), False), ((120, 36), True)]
 )
-async def test_the_screen_looks_as_it_did(size, ascii_only, clock):
+async def test_the_screen_looks_as_it_did(size, ascii_only):
     """Readable pictures in tests/snapshots; UPDATE_SNAPSHOTS=1 writes them anew."""
     use_ascii(ascii_only)
-    try:
-        async with opened(SMALL, size, clock) as (app, _):
-            text = "\n".join(line.rstrip() for line in lines(app)) + "\n"
-    finally:
-        use_ascii(False)
+    async with simulated(SMALL, size) as (app, _, _):
+        text = "\n".join(line.rstrip() for line in lines(app)) + "\n"
     assert not ascii_only or text.isascii(), sorted({c for c in text if not c.isascii()})
     path = SNAPSHOTS / f"inspect-{size[0]}x{size[1]}{'-ascii' if ascii_only else ''}.txt"
     if os.environ.get("UPDATE_SNAPSHOTS"):
@@ -94,7 +41,7 @@ async def test_the_screen_looks_as_it_did(size, ascii_only, clock):
     assert text == path.read_text(encoding="utf-8"), f"{path.name} differs: look, then UPDATE_SNAPSHOTS=1"
 
 
-async def test_changed_cells_alone_make_the_terminals_picture_the_screens(clock, monkeypatch):
+async def test_changed_cells_alone_make_the_terminals_picture_the_screens(monkeypatch):
     """What was written to the terminal is compared with a whole picture: letters and colours of all cells."""
     size, written = (120, 36), pyte.Screen(120, 36)
     stream, kinds, display = pyte.Stream(written), [], StressApp._display
@@ -116,12 +63,12 @@ async def test_changed_cells_alone_make_the_terminals_picture_the_screens(clock,
         return [[(c.data, c.fg, c.bg, c.bold) for c in row] for row in rows]
 
     monkeypatch.setattr(StressApp, "_display", displayed)
-    async with opened(SMALL, size, clock) as (app, pilot):
+    async with simulated(SMALL, size) as (app, pilot, frames):
         for key in ("c", "tab", "down", "enter", "escape", "z", "z", "2", "T", "p", "n", "space"):
             await pilot.press(key)
-            await frames(app, pilot, clock, 3)
+            await frames(3)
             app.say(f"a notice over the panels, after {key}")
-            await frames(app, pilot, clock, 3)
+            await frames(3)
             deadline = time.monotonic() + 60
             while cells_of(written) != whole(app) and time.monotonic() < deadline:
                 await pilot.pause(0.01)
@@ -129,13 +76,13 @@ async def test_changed_cells_alone_make_the_terminals_picture_the_screens(clock,
     assert kinds.count(RowUpdate) > 20 and kinds.count(ChopsUpdate) < kinds.count(RowUpdate)
 
 
-async def test_tab_goes_through_the_panels_and_on_a_small_screen_shows_one_at_a_time(clock):
-    async with opened(SMALL, (80, 24), clock) as (app, pilot):
+async def test_tab_goes_through_the_panels_and_on_a_small_screen_shows_one_at_a_time():
+    async with simulated(SMALL, (80, 24)) as (app, pilot, frames):
         screen = app.screen
         assert isinstance(screen, InspectScreen) and screen.single
         seen = []
         for _ in range(11):
-            await frames(app, pilot, clock)
+            await frames()
             shown = [name for name in IN_ORDER if screen.query_one(f"#{name}").region.area]
             assert shown == [screen.current] and app.focused.id == screen.current
             seen.append(screen.current)
@@ -146,25 +93,25 @@ async def test_tab_goes_through_the_panels_and_on_a_small_screen_shows_one_at_a_
         assert screen.current == "map"
 
 
-async def test_z_shows_a_panel_alone_and_brings_the_others_back(clock):
-    async with opened(SMALL, (140, 40), clock) as (app, pilot):
+async def test_z_shows_a_panel_alone_and_brings_the_others_back():
+    async with simulated(SMALL, (140, 40)) as (app, pilot, frames):
         screen = app.screen
         tree = screen.query_one(RadixTree)
         small = tree.size
         tree.focus()
         await pilot.press("z")
-        await frames(app, pilot, clock)
+        await frames()
         assert tree.size.width == 140 and tree.size.height > small.height
         assert not screen.query_one(BlockMap).region.area
         text = "\n".join(lines(app))
         assert "hit rate" in text and "of 128 tokens" in text, "the vitals and the step stay in sight"
         await pilot.press("z")
-        await frames(app, pilot, clock)
+        await frames()
         assert tree.size == small and screen.query_one(BlockMap).region.area
 
 
-async def test_a_selection_made_in_one_panel_is_seen_in_the_others(clock):
-    async with opened(CLASSROOM, (160, 48), clock) as (app, pilot):
+async def test_a_selection_made_in_one_panel_is_seen_in_the_others():
+    async with simulated(CLASSROOM, (160, 48)) as (app, pilot, _frames):
         screen, view = app.screen, app.view
         lanes = screen.query_one(BatchLanes)
         lanes.focus()
@@ -197,83 +144,75 @@ async def test_a_selection_made_in_one_panel_is_seen_in_the_others(clock):
         assert view.selection is None
 
 
-async def test_enter_tells_the_story_and_escape_closes_it(clock):
-    async with opened(SMALL, (120, 36), clock) as (app, pilot):
+async def test_enter_tells_the_story_and_escape_closes_it():
+    async with simulated(SMALL, (120, 36)) as (app, pilot, frames):
         screen = app.screen
         details = screen.query_one(Details)
         for panel in [name for name in IN_ORDER if name not in screen.absent | ALONE]:
             screen.query_one(f"#{panel}").focus()
             await pilot.press("down", "enter")
-            await frames(app, pilot, clock)
+            await frames()
             assert details.display, panel
             assert details.text.splitlines()[0].startswith("╭─ "), panel
             assert app.focused is details
             await pilot.press("escape")
-            await frames(app, pilot, clock)
+            await frames()
             assert not details.display and app.focused.id == panel
 
 
-async def test_the_waterfall_follows_time_travel(clock):
-    async with opened(SMALL, (120, 36), clock) as (app, pilot):
+async def test_the_waterfall_follows_time_travel():
+    async with simulated(SMALL, (120, 36)) as (app, _pilot, frames):
         app.screen.toggle("waterfall")
-        await frames(app, pilot, clock)
+        await frames()
         waterfall = app.screen.query_one(Waterfall)
         assert app.view.travel(-8)
-        await frames(app, pilot, clock)
+        await frames()
         row = app.view.history.steps.get(app.view.moment.horizon)
         assert waterfall.scale.right == pytest.approx(row.ended * 1e3 - row.cut_ms)
         assert f"step {row.step:,}" in waterfall.text
 
 
-async def test_c_changes_what_colours_mean(clock):
-    async with opened(SMALL, (120, 36), clock) as (app, pilot):
-        for mode in ("owner", "age", "refcount", "state"):
-            await pilot.press("c")
-            await frames(app, pilot, clock)
-            assert f"colour by {mode} · c" in "\n".join(lines(app))
-
-
-async def test_tree_search_takes_the_letters_that_are_keys_elsewhere(clock):
-    async with opened(CLASSROOM, (120, 36), clock) as (app, pilot):
+async def test_tree_search_takes_the_letters_that_are_keys_elsewhere():
+    async with simulated(CLASSROOM, (120, 36)) as (app, pilot, frames):
         tree = app.screen.query_one(RadixTree)
         tree.focus()
         await pilot.press("slash", *"poems")
-        await frames(app, pilot, clock)
+        await frames()
         assert tree.search == "poems" and tree.typing
         assert all("poems" in line for line in tree.text.splitlines()[2:3])
         await pilot.press("enter", "escape")
         assert tree.search == ""
 
 
-async def test_the_gate_freezing_and_travelling_show_in_the_picture(clock):
-    async with opened(SMALL, (120, 36), clock) as (app, pilot):
+async def test_the_gate_freezing_and_travelling_show_in_the_picture():
+    async with simulated(SMALL, (120, 36)) as (app, pilot, frames):
         await pilot.press("p")
-        await frames(app, pilot, clock)
+        await frames()
         gated = app.view.history.steps.last
         assert f"PAUSED at step {gated:,}" in lines(app)[0]
         assert f"step {gated:,}  " in "\n".join(lines(app)), "the bar is exactly this step"
         await pilot.press("n")
-        await frames(app, pilot, clock)
+        await frames()
         assert app.view.history.steps.last == gated + 1
         await pilot.press("comma", "comma")
-        await frames(app, pilot, clock)
+        await frames()
         assert f"PAST step {gated - 1:,}, 2 back" in lines(app)[0]
         await pilot.press("full_stop", "full_stop", "p")
-        await frames(app, pilot, clock, 4)
+        await frames(4)
         assert "PAST" not in lines(app)[0] and "PAUSED" not in lines(app)[0]
         await pilot.press("space")
-        await frames(app, pilot, clock, 12)  # panels that are painted less often catch up with the last picture
+        await frames(12)  # panels that are painted less often catch up with the last picture
         before = lines(app)[1:-1]
-        await frames(app, pilot, clock, 20)
+        await frames(20)
         assert "FROZEN" in lines(app)[0] and "steps behind" in lines(app)[0]
         assert lines(app)[1:-1] == before, "a frozen picture does not move"
         await pilot.press("space")
-        await frames(app, pilot, clock)
+        await frames()
         assert "FROZEN" not in lines(app)[0] and app.feed.backlog == 0
 
 
-async def test_keys_reach_the_steps_of_the_lanes_and_the_slowest_step(clock):
-    async with opened(CLASSROOM, (140, 40), clock) as (app, pilot):
+async def test_keys_reach_the_steps_of_the_lanes_and_the_slowest_step():
+    async with simulated(CLASSROOM, (140, 40)) as (app, pilot, frames):
         screen, view = app.screen, app.view
         lanes = screen.query_one(BatchLanes)
         lanes.focus()
@@ -296,12 +235,12 @@ async def test_keys_reach_the_steps_of_the_lanes_and_the_slowest_step(clock):
         events = screen.query_one(Events)
         events.focus()
         await pilot.press("f")
-        await frames(app, pilot, clock)
+        await frames()
         assert "show hits and misses" in events.text
 
 
-async def test_clicks_select_what_they_hit(clock):
-    async with opened(SMALL, (160, 48), clock) as (app, pilot):
+async def test_clicks_select_what_they_hit():
+    async with simulated(SMALL, (160, 48)) as (app, pilot, _frames):
         view, block_map = app.view, app.screen.query_one(BlockMap)
         g = block_map.grid
         row, column = divmod(20, g.per_row)
@@ -314,12 +253,12 @@ async def test_clicks_select_what_they_hit(clock):
         assert (view.selection.kind, view.selection.id) == ("node", tree.nodes[1])
 
 
-async def test_the_screen_survives_every_size_and_theme(clock):
-    async with opened(SMALL, (160, 48), clock) as (app, pilot):
+async def test_the_screen_survives_every_size_and_theme():
+    async with simulated(SMALL, (160, 48)) as (app, pilot, frames):
         for size in ((80, 24), (40, 10), (100, 32), (99, 40), (220, 70), (60, 24)):
             await pilot.resize_terminal(*size)
-            await frames(app, pilot, clock, 3)
+            await frames(3)
             assert len(lines(app)) == size[1] and len(lines(app)[0]) == size[0]
         for _ in range(3):
             await pilot.press("T")
-            await frames(app, pilot, clock, 2)
+            await frames(2)

@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from textual.actions import parse
 from textual.pilot import Pilot
 
 from minitui.chat.sessions import Chats
@@ -20,15 +19,12 @@ from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.tui.actions import ACTIONS
 from minitui.tui.app import MinituiApp
-from minitui.tui.commands import MODES
 from minitui.tui.compare_app import RecordingsApp, TwoRecordings
 from minitui.tui.openai_app import ForeignApp
 from minitui.tui.panels import BY_KEY
 from minitui.tui.replay_app import ReplayApp, replay_app
 from minitui.tui.replica_app import ForeignReplicaApp
-from minitui.tui.screens.help import bindings_here
 from minitui.tui.screens.lecture import LectureScreen
-from minitui.tui.widgets.base import LinePanel
 from tests.support.driving import press, until
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.golden import GOLDEN
@@ -74,27 +70,6 @@ async def two_recordings(size: tuple[int, int]) -> AsyncIterator[tuple[Recording
     async with app.run_test(size=size, notifications=True) as pilot:
         await until(pilot, lambda: app.view.earlier is not None)
         yield app, pilot
-
-
-@pytest.mark.parametrize("opened", [live, recording, two_recordings])
-async def test_the_help_lists_only_keys_that_reach_an_action(opened: Any) -> None:
-    async with opened((80, 24)) as (app, pilot):
-        for action in app.actions:
-            assert action.id in MODES or action.id in BY_KEY or hasattr(app.commands, f"do_{action.id}"), action.id
-            app.commands._check(action.id)  # raises an error where the action is not offered
-        for mode in app.MODES:
-            await app.switch_mode(mode)
-            for panel in app.screen.query(LinePanel):
-                if not panel.focusable or not panel.display:
-                    continue
-                panel.focus()
-                await until(pilot, lambda panel=panel: app.focused is panel)  # type: ignore[misc]
-                for here in bindings_here(app):
-                    for binding in here.bindings:
-                        _, name, parameters = parse(binding.action)
-                        owner = app if binding.action.startswith("app.") else here.node
-                        assert hasattr(owner, f"action_{name}") or hasattr(app, f"action_{name}"), binding
-                        assert here.node.check_action(name, parameters) is not False, binding
 
 
 def foreign() -> MinituiApp:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -13,13 +13,11 @@ from minitui.dev.simulator import SMALL, Load, Stress
 from minitui.text import count
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.widgets.lecture import Why
-from minitui.viewmodel.explain.predict import question_about
+from minitui.viewmodel.explain.predict import Question, question_about
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.narrate import narrate, notable
+from tests.support.panels import TIGHT, lines, simulated
 from tests.support.paths import SNAPSHOTS
-from tests.support.simulated import LiveStress, StressApp
-
-TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
 
 
 def told(load: Load, steps: int, seed: int = 0):
@@ -113,34 +111,8 @@ def test_the_right_answer_is_among_the_choices_of_every_question():
 # ---- the screen
 
 
-class Steady(LiveStress):
-    """Time passes by the test's word, not by the clock's."""
-
-    def drain_records(self):
-        return self.stress.drain()
-
-
-@asynccontextmanager
-async def opened(size: tuple[int, int]):
-    clock = {"t": 1000.0}
-    app = StressApp(Steady(SMALL, 3.0), clock=lambda: clock["t"])
-
-    async def frames(n: int = 1) -> None:
-        for _ in range(n):
-            clock["t"] += 0.05
-            app.source.stress.run(0.05)
-            app.tick()
-        await pilot.pause()
-
-    async with app.run_test(size=size) as pilot:
-        await pilot.press("3")
-        await pilot.pause()
-        await frames(10)
-        yield app, pilot, frames
-
-
-def lines(app: StressApp) -> list[str]:
-    return [strip.text for strip in app.screen._compositor.render_strips()]
+def opened(size: tuple[int, int]) -> Any:
+    return simulated(SMALL, size, 3.0, 10, "3")
 
 
 async def until(app, pilot, frames, kind: str) -> None:
@@ -194,41 +166,32 @@ async def test_a_remote_steps_forward_and_back_and_its_other_keys_do_no_harm():
         assert isinstance(app.screen, LectureScreen)
 
 
-async def test_predict_asks_before_it_shows():
+async def test_predict_asks_before_it_shows_and_says_whether_a_letter_was_right():
     async with opened((100, 34)) as (app, pilot, frames):
+        why = app.screen.query_one(Why)
         await pilot.press("n", "d")
         await frames()
-        why = app.screen.query_one(Why)
-        for _ in range(400):
-            before = app.view.moment.horizon
-            await pilot.press("n")
-            await frames()
-            if why.question is not None:
-                break
-            assert app.view.moment.horizon == before + 1, "a step without a question is shown at once"
-        question = why.question
-        assert question is not None and app.view.moment.horizon == question.step - 1
+
+        async def asked() -> Question:
+            for _ in range(400):
+                before = app.view.moment.horizon
+                await pilot.press("n")
+                await frames()
+                if why.question is not None:
+                    return why.question
+                assert app.view.moment.horizon == before + 1, "a step without a question is shown at once"
+            raise AssertionError("no question in 400 steps")
+
+        question = await asked()
+        assert app.view.moment.horizon == question.step - 1
         text = "\n".join(lines(app))
-        assert "Predict" in text and "n reveals" in text
+        assert "Predict" in text and "n reveals" in text and "answer" in text
         assert f"step {question.step - 1:,}  " in text, "the step is not given away"
         await pilot.press("n")
         await frames()
         assert why.question is None and app.view.moment.horizon == question.step
         assert narrate(app.view, question.step)[:30] in " ".join(why.text.replace("│", " ").split())
-
-
-async def test_a_letter_answers_the_question_and_the_panel_says_whether_it_was_right():
-    async with opened((100, 34)) as (app, pilot, frames):
-        await pilot.press("n", "d")
-        await frames()
-        why = app.screen.query_one(Why)
-        for _ in range(400):
-            await pilot.press("n")
-            await frames()
-            if why.question is not None:
-                break
-        question = why.question
-        assert question is not None and "answer" in "\n".join(lines(app))
+        question = await asked()
         await pilot.press("abc"[question.answer])
         await frames()
         assert why.question is None and app.view.moment.horizon == question.step and len(app.screen_stack) == 1

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from minitui.dev.panel import stress_view
-from minitui.dev.simulator import Load
 from minitui.text import ms
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
@@ -35,9 +34,8 @@ from minitui.viewmodel.view import View
 from minitui.viewmodel.words.request_words import figures_in_words, first_token_words, why_first
 from tests.support.driving import press, until
 from tests.support.golden import GOLDEN
+from tests.support.panels import TIGHT, body
 from tests.support.stills import picture
-
-TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
 
 
 @asynccontextmanager
@@ -282,7 +280,7 @@ def test_the_timeline_has_the_whole_cause_of_a_first_token(name: str, id: int, w
 def test_every_cell_of_the_table_is_the_figure_of_its_request() -> None:
     _, view = stress_view(TIGHT, 6.0, 60)
     table = RequestTable()
-    lines = [plain(row) for row in table.picture(view, 200, 60).rows]
+    lines = body(table, view, 200, 60)
     assert len(table.rows) > 30 and any(row.preemptions for row in table.rows)
     names = [column.name for column in COLUMNS if column.name != "chat"]
     for line, row in zip(lines[1:], table.rows, strict=False):
@@ -299,7 +297,7 @@ def test_the_chart_has_its_highest_bar_under_the_mark_and_shows_every_token() ->
         view.select("request", lane.id)
         for width in (40, 196):
             timeline = RequestTimeline()
-            rows = [plain(row) for row in timeline.picture(view, width, 24).rows]
+            rows = body(timeline, view, width, 24)
             found = view.history.tokens.arrivals(lane, view.moment.horizon)
             gaps = np.diff(found.at) * 1e3
             if not len(gaps):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import Any
 
 import pytest
 from textual.app import App, ComposeResult
@@ -16,13 +15,8 @@ from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.viewmodel.compare.runs import Run
 from minitui.viewmodel.view import View
+from tests.support.panels import body
 from tests.viewmodel.test_runs import played, recorded_view, viewed
-
-
-@pytest.fixture(autouse=True)
-def unicode_again() -> Any:
-    yield
-    use_ascii(False)
 
 
 @pytest.fixture
@@ -51,7 +45,7 @@ class Alone(App[None]):
 
 def drawn(panel: SideBySide, view: View, width: int = 100, height: int = 24) -> list[str]:
     panel.view = view
-    return [plain(row) for row in panel.picture(view, width, height).rows]
+    return body(panel, view, width, height)
 
 
 def of_run(rows: list[str], name: str) -> list[str]:

@@ -25,12 +25,6 @@ from tests.support.golden import GOLDEN
 from tests.viewmodel.test_spans import folded_view
 
 
-@pytest.fixture(autouse=True)
-def unicode_again() -> Any:
-    yield
-    use_ascii(False)
-
-
 def drawn(panel: Waterfall, view: View, width: int = 120, height: int = 30) -> list[str]:
     """Returns the rows of the panel's body."""
     panel.view = view

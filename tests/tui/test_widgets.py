@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 
-import numpy as np
 import pytest
 
 from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from minitui.dev import panel
 from minitui.dev.panel import Alone, stress_view
-from minitui.dev.simulator import CLASSROOM, LARGE, SMALL, Load
+from minitui.dev.simulator import CLASSROOM, SMALL, Load
 from minitui.text import ms
 from minitui.trace.reader import TraceReader
 from minitui.tui import theme
@@ -43,19 +43,13 @@ from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
 from tests.support.golden import GOLDEN
 from tests.support.lanes import codes as lane_codes
+from tests.support.panels import TIGHT, body
 
 PANELS = dict.fromkeys(panel.PANELS.values())  # a class once, if two names have it
-TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
 
 
 class TreeTable(RadixTree):
     BARS = False
-
-
-@pytest.fixture(autouse=True)
-def unicode_again():
-    yield
-    use_ascii(False)
 
 
 def styled(strip) -> list[tuple[str, object]]:
@@ -63,12 +57,17 @@ def styled(strip) -> list[tuple[str, object]]:
     return [(character, segment.style) for segment in strip for character in segment.text]
 
 
-def body(panel: LinePanel, view: View, width: int, height: int) -> list[str]:
-    """The panel's rows as text, without its frame."""
-    return [plain(row) for row in panel.picture(view, width, height).rows]
-
-
 # ---- what holds for every panel
+
+
+@cache
+def tight_view(exact: bool = False) -> View:
+    """A view that tests only select in. `exact`: the engine is paused."""
+    stress, view = stress_view(TIGHT, 3.0, 30)
+    stress.gate(exact)
+    view.fold(stress.drain(), stress.now)
+    view.frame(stress.now)
+    return view
 
 
 SHAPES = [(30, 4), (40, 10), (77, 1), (80, 2), (80, 20), (123, 37), (200, 60)]
@@ -77,8 +76,7 @@ SHAPES += [(4, 9), (5, 2), (8, 5), (9, 1), (14, 7), (23, 2), (40, 3)]  # a termi
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.__name__)
 def test_every_row_has_exactly_the_width_of_the_panel(panel):
-    _, view = stress_view(TIGHT, 3.0, 30)
-    empty = View()
+    view, empty = tight_view(), View()
     for ascii_only in (False, True):
         use_ascii(ascii_only)
         for width, height in SHAPES:
@@ -198,7 +196,7 @@ def test_a_key_that_is_read_has_its_slot_and_its_block_lights_up():
         assert [sum(cells(text) for text, _ in row) for row in rows] == [width] * height
 
 
-@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.__name__)
+@pytest.mark.parametrize("panel", [BlockMap, BatchLanes, StepTimings, Vitals], ids=lambda panel: panel.__name__)
 async def test_what_is_on_the_screen_is_what_a_fresh_panel_would_show(panel):
     """Only rows that changed are drawn; after any number of frames the lines drawn must be those of a whole picture."""
     app = Alone(panel, SMALL, warm_up=2.0, fps=0)
@@ -260,23 +258,17 @@ def contrast(colour: str, ground: str) -> float:
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.__name__)
 def test_every_text_has_a_contrast_of_four_and_a_half_in_every_theme(panel):
-    for load, seconds in ((SMALL, 4.0), (TIGHT, 2.0)):
-        stress, view = stress_view(load, seconds, 20)
+    styles: dict[str, str] = {}
+    for view in (tight_view(), tight_view(exact=True)):
         for selected in (None, view.subject()):
             view.select("request" if selected is not None else None, selected)
-            for exact in (False, True):
-                stress.gate(exact)
-                view.fold(stress.drain(), stress.now)
-                view.frame(stress.now)
-                widget = panel()
-                rows = widget.drawn(view, 118, 30)
-                for row in rows:
-                    for text, words in row:
-                        if re.search(r"[A-Za-z0-9]", text):
-                            for name, colours in COLOURS.items():
-                                ink, ground, _, _ = Palette.parts(words)
-                                ratio = contrast(colours[ink], colours[ground])
-                                assert ratio >= 4.5, f"{name}: {words!r} {ratio:.2f} for {text!r}"
+            for row in panel().drawn(view, 118, 30):
+                styles |= {words: text for text, words in row if re.search(r"[A-Za-z0-9]", text)}
+    for words, text in styles.items():
+        ink, ground, _, _ = Palette.parts(words)
+        for name, colours in COLOURS.items():
+            ratio = contrast(colours[ink], colours[ground])
+            assert ratio >= 4.5, f"{name}: {words!r} {ratio:.2f} for {text!r}"
 
 
 def test_only_the_parts_of_a_row_that_differ_are_drawn_again():
@@ -434,33 +426,6 @@ def test_a_large_pool_that_is_hardly_used_shows_the_part_that_is():
     in_use = 4096 - allocator.num_free
     shown = sum(below_the_bar.count(glyph) / (g.cell if glyph in "█▄" else 1) for glyph in "○●█▄")
     assert shown == in_use
-
-
-def test_44_000_blocks_2_000_nodes_and_256_requests_are_shown_truly():
-    stress, view = stress_view(replace(LARGE, step_ms=2.0), 4.0, 20)
-    allocator = stress.cache.allocator
-    assert len(stress.cache.tree.nodes) > 2000 and len(stress.scheduler.running) > 200
-    assert view.moment.shown.counts == (
-        allocator.num_free, allocator.num_active, allocator.num_shared, allocator.num_cached,
-    )
-    view.lit = frozenset()
-    widget = BlockMap()
-    shown = half_cells(widget, view, 90, 20)
-    g = widget.grid
-    assert np.flatnonzero(view.moment.shown.codes)[-1] <= g.blocks < 44_000 and g.cells <= 90 * 40
-    for cell in range(0, g.cells, 7):
-        inside = [
-            SHARED if allocator.holders(b) > 1 else ACTIVE if allocator.holders(b) else
-            CACHED if allocator.in_tree(b) else FREE
-            for b in range(1 + cell * g.k, min(g.blocks, (cell + 1) * g.k) + 1)
-        ]
-        assert inside.count(shown[cell]) == max(map(inside.count, range(4)))
-    tree = body(TreeTable(), view, 110, 30)
-    hidden = int(re.search(r"\+([\d,]+) nodes", tree[-1]).group(1).replace(",", ""))
-    below = f"evicted next · {free_words(view.moment.shown.state)}"
-    assert hidden + tree.index(below.ljust(110)) - 1 == len(stress.cache.tree.nodes) - 1
-    evictable = int(re.search(r"([\d,]+) tokens evictable", tree[-1]).group(1).replace(",", ""))
-    assert evictable == allocator.num_cached * 16
 
 
 def test_zoom_shows_one_block_a_cell_around_the_cursor():
@@ -663,11 +628,11 @@ def test_the_tree_shows_each_nodes_tokens_users_savings_and_rank():
     assert [row.saved for row in siblings] == sorted((row.saved for row in siblings), reverse=True)
 
 
-@pytest.mark.parametrize(("width", "height"), [(34, 6), (56, 8), (236, 40)])
-def test_the_nodes_and_blocks_that_go_next_are_in_sight_at_each_size(width, height):
+def test_the_nodes_and_blocks_that_go_next_are_in_sight_at_each_size():
     stress, view = stress_view(TIGHT, 0.5, 5)
     most, pressed = 0, 0
-    for _ in range(300):
+    for step in range(300):
+        width, height = ((34, 6), (56, 8), (236, 40))[step % 3]
         stress.run_steps(1)
         view.fold(stress.drain(), stress.now)
         state, order = view.moment.shown.state, EvictionOrder(view.moment.shown.state)
@@ -862,7 +827,7 @@ def test_timings_and_vitals_show_what_ranks_exchange():
         return append(kind, *fields)
 
     stress.log.append = with_exchange
-    for _ in range(150):
+    for _ in range(110):  # the steps of more than ten seconds
         stress.run(0.1)
         view.fold(stress.drain(), stress.now)
     view.frame(stress.now)
