@@ -94,7 +94,8 @@ def tail(
     before prompts usually take so much longer; in place of prefill if the engine reports only when a step ended), queue
     and recompute (after a preemption), other_steps (steps without this request), plan, launch, commit, emit (output and
     commands), device, exchange (between ranks), garbage_collection, other_program (on the core), process_stopped,
-    variation (as in other steps), unexplained (no cause was measured), not_ended, unknown.
+    variation (as in other steps), prompts_unknown (contains prompts whose cost too few steps tell), unexplained (no
+    cause was measured), not_ended, unknown.
     "text" has the same in words.
     """
     if json and not requests:

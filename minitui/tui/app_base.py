@@ -416,12 +416,11 @@ class AppBase(Notices):
 
     def choose(
         self, title: str, choices: list[tuple[str, str]], then: Callable[[str], object],
-        searched: list[str] | None = None, first: int = 0,
+        searched: list[str] | None = None, first: int = 0, hang: int = 0,
     ) -> None:
-        """Offer (choice, explanation) pairs, and call `then` with the choice; not after Escape. `searched` and `first`:
-        see ChoiceDialog."""
-        dialog = ChoiceDialog(title, choices, searched, first)
-        self.push_screen(dialog, partial(_answer, then))
+        """Offer (choice, explanation) pairs, and call `then` with the choice; not after Escape. The others: see
+        ChoiceDialog."""
+        self.push_screen(ChoiceDialog(title, choices, searched, first, hang), partial(_answer, then))
 
     def press(self, labels: str) -> None:
         """Press keys that are named as in the status bar: "esc r" is two keys."""

@@ -27,6 +27,7 @@ UNTIL = {
 }
 MODES = {"chat", "lecture", "replicas"}  # actions that show the screen of the same name
 CONTROLS = {"step", "step10", "until", "slow", "slower", "faster"}  # refused while a demo controls the engine
+SHORTCUTS = 15  # cells for the key and the slash command in the palette
 NOT_IN_PALETTE = {"palette", "slash", "write", "keys", "go"}
 
 
@@ -228,11 +229,15 @@ class Commands(ChatCommands):
 
     def do_palette(self, _: str) -> None:
         rows: list[tuple[str, str]] = []
+        searched: list[str] = []
         calls: dict[str, Callable[[], Any]] = {}
 
         def add(title: str, id: str, key: str, slash: str, help: str, call: Callable[[], Any]) -> None:
+            """Add a row with the first sentence of the help; all of it is searched."""
             shortcuts = (key_label(self.app.settings.keys.get(id, key)), slash and f"/{slash}")
-            rows.append((title, f"{' '.join(filter(None, shortcuts)):<18} {help}"))
+            keys, first = " ".join(filter(None, shortcuts)), help.partition(". ")[0].rstrip(".")
+            rows.append((title, f"{keys:<{SHORTCUTS}}{first}"))
+            searched.append(f"{title} {keys} {help}")
             calls[title] = call
 
         for a in self.app.actions:
@@ -244,7 +249,7 @@ class Commands(ChatCommands):
                     call = partial(self.app.call_later, self.app.run_action, b.action, here.node)
                     title = b.description if b.description not in calls else f"{b.description} ({here.name})"
                     add(title, b.id or "", b.key, "", f"{here.name}. {b.tooltip}".strip(), call)
-        self.app.choose("Commands", rows, lambda title: calls[title]())
+        self.app.choose("Commands", rows, lambda title: calls[title](), searched, hang=SHORTCUTS)
 
     def do_quit(self, _: str) -> None:
         self.app.exit()

@@ -33,7 +33,7 @@ async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat
     app.set_focus(None)
     try:
         await demo.play(stage)
-        app.story += "\nPress 1 for the chats, 2 to inspect, X to play the demo again (space pauses it), q to quit."
+        app.story += "\nPress 1 for the chats, 2 to inspect, X to play the demo again (space pauses it)."
     except EngineError as error:
         app.story = f"The demo stopped: {error}"
     finally:

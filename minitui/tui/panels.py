@@ -164,7 +164,7 @@ PANELS = table((
         does="Show host, device and requests on an axis of time (inspect). Again: all panels.",
         help="host, device and requests on an axis of time: what each step spent its time on"),
     Panel(name="events", widget=Events, column="right", every=4, turn=3,
-        height=lambda room: max(6, round(room.rows * 0.27)),  # the tree takes the rest
+        height=lambda room: max(6 if room.rows >= 22 else 5, round(room.rows * 0.27)),  # the tree takes the rest
         help="every decision with its reason, the newest first"),
     Panel(name="requests", widget=RequestTable, column="alone", every=4, key="5",
         does="Show every request with its times and token gaps, and why one stalled (inspect). Again: all panels.",

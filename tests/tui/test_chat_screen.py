@@ -411,7 +411,8 @@ async def test_keys_of_panel_and_screen_are_in_the_help_and_in_the_palette():
                 panel.focus()
                 await until(pilot, lambda panel=panel: app.focused is panel)
                 told = {b.id for here in bindings_here(app) for b in here.bindings}
-                refused = {"map.unzoom", "timings.up", "timings.down", "timings.left", "timings.right"}
+                refused = {f"timings.{key}" for key in ("up", "down", "left", "right")}
+                refused |= {f"map.{key}" for key in ("unzoom", "pageup", "pagedown")}
                 assert told >= {b.id for b in [*type(panel).BINDINGS, *InspectScreen.BINDINGS]} - refused
                 assert not told & refused, "the map is not zoomed, and Timings have no list to choose from"
         app.screen.query_one(RadixTree).focus()

@@ -119,7 +119,7 @@ async def test_a_demo_of_two_settings_ends_with_both_runs_side_by_side() -> None
         script=script,
     )
     async with app.run_test(size=(100, 30)) as pilot:
-        await until(pilot, lambda: "q to quit" in app.story or "stopped" in app.story)
+        await until(pilot, lambda: "X to play" in app.story or "stopped" in app.story)
         await press(pilot, "k")
         screen = app.screen
         assert isinstance(screen, CompareScreen), app.story

@@ -318,13 +318,13 @@ async def test_a_demo_plays_in_the_application() -> None:
         load_codec=lambda info: ByteCodec(), script=lambda app: play_in_app(demo, app, None, 0.0),
     )
     async with app.run_test(size=(100, 30)) as pilot:
-        await until(pilot, lambda: "q to quit" in app.story)
-        assert "saved" in app.story and "q to quit" in text_of(app).replace("\n", " ")
+        await until(pilot, lambda: "X to play" in app.story)
+        assert "saved" in app.story and "X to play" in text_of(app).replace("\n", " ")
         assert len(app.chats.sessions) == 4
         own, *_ = app.chats.sessions
         app.chats.send(own, "mine")
         await until(pilot, lambda: not own.busy)
         await press(pilot, "X")
-        await until(pilot, lambda: "q to quit" not in app.story)
-        await until(pilot, lambda: "q to quit" in app.story)
+        await until(pilot, lambda: "X to play" not in app.story)
+        await until(pilot, lambda: "X to play" in app.story)
         assert len(app.chats.sessions) == 5 and app.chats.sessions[0] is own, "a chat with a question of mine stays"

@@ -6,7 +6,7 @@ import random
 import re
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -439,6 +439,20 @@ def test_zoom_shows_one_block_a_cell_around_the_cursor():
     body(widget, view, 30, 6)
     assert widget.grid.k == 1 and widget.grid.first <= 300 < widget.grid.first + widget.grid.blocks
     assert widget.cursor_cell(view) == 300 - widget.grid.first
+    widget.zoomed_at, pages = 1, []
+    while not pages or pages[-1][-1] < view.moment.shown.total:
+        states = half_cells(widget, view, 30, 6)
+        first, last = widget.grid.first, widget.grid.first + widget.grid.blocks - 1
+        assert states == view.moment.shown.codes[first : last + 1].tolist(), "a half cell for each block"
+        keys = " · PgUp" * bool(pages) + " · PgDn" * (last < view.moment.shown.total)
+        assert widget.picture(view, 30, 6).title == f"KV blocks · {first}–{last} of 640{keys}"
+        pages.append((first, last))
+        widget.action_page(1)
+    assert len(pages) > 1 and pages[0][0] == 1, "all blocks are on some page"
+    assert all(after[0] <= before[1] + 1 for before, after in pairwise(pages))
+    widget.action_page(-1)
+    body(widget, view, 30, 6)
+    assert widget.grid.first < pages[-1][0]
     widget.action_unzoom()
     body(widget, view, 30, 6)
     assert widget.grid.k > 1

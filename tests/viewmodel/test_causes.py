@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from minitui.dev.simulator import Stress
+from minitui.text import ms
 from minitui.trace.bundled import bundled, find_trace
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.compare.runs import recorded_view
@@ -291,7 +292,10 @@ def test_an_expected_time_that_lacks_the_prompt_says_so() -> None:
         row, model = history.get(step), models.of(step)
         assert row is not None and explained(history, step, model).untold
         lacking = f"expected 5.00 ms without its {tokens} prefill tokens, whose time is unknown, +"
-        assert why_slow(row, model).startswith(lacking) and "expected" not in why_briefly(row, model)
+        assert why_slow(row, model).startswith(lacking)
+        few = f": 1 prompt of {tokens} tokens (too few such steps yet to say more) {ms(0.3 * tokens)}"
+        assert few in why_slow(row, model)
+        assert why_briefly(row, model) == f"1 prompt +{ms(0.3 * tokens)}, usual 5.00"
         assert usual_words(row, model) == ""
     decode = history.get(30)
     assert decode is not None and why_slow(decode, models.of(30)) == "expected 5.00 ms"

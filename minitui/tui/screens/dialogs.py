@@ -97,7 +97,7 @@ class TextDialog(Overlay[str | None]):
 class ChoiceDialog(Overlay[str | None]):
     """Offers a list of (choice, explanation) pairs, with a filter. The result is a choice, or None after Escape.
     `searched`: what the filter searches instead of choice and explanation, a text for each pair. `first`: the index of
-    the pair that is highlighted first."""
+    the pair that is highlighted first. `hang`: the indent of further lines of an explanation."""
 
     DEFAULT_CSS = (
         "ChoiceDialog {"
@@ -118,10 +118,11 @@ class ChoiceDialog(Overlay[str | None]):
     ]
 
     def __init__(
-        self, title: str, choices: list[tuple[str, str]], searched: list[str] | None = None, first: int = 0
+        self, title: str, choices: list[tuple[str, str]], searched: list[str] | None = None, first: int = 0,
+        hang: int = 0,
     ) -> None:
         super().__init__()
-        self._title, self._choices, self._first = title, choices, first
+        self._title, self._choices, self._first, self._hang = title, choices, first, hang
         self._searched = [text.lower() for text in searched or [f"{choice} {why}" for choice, why in choices]]
         self._shown: list[str] = []
 
@@ -156,7 +157,9 @@ class ChoiceDialog(Overlay[str | None]):
         room = min(80, self.size.width * 94 // 100) - FRAME_COLUMNS - widest - 2
         for n, (choice, why) in fits:
             choice, why = visible_line(choice), visible_line(why)
-            lines = textwrap.wrap(why, room) if room >= MIN_EXPLANATION else [why]
+            lines = [why]
+            if room >= MIN_EXPLANATION + self._hang:
+                lines = textwrap.wrap(why, room, subsequent_indent=" " * self._hang)
             below = f"\n{' ' * (widest + 2)}".join(lines)
             parts = [choice.ljust(widest), (f"  {below}", "$dim")] if why else [choice]
             options.add_option(Option(Content.assemble(*parts), id=str(n)))

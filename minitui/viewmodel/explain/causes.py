@@ -277,6 +277,16 @@ def prefilled(row: StepRow) -> str:
     return listed([request for request, *_ in row.chunks])
 
 
+def few_prompts(row: StepRow, model: CostModel, found: Explanation) -> str:
+    """Returns what an unexplained time contains if too few other steps tell what its prompts cost: "2 prompts of 512
+    tokens (too few such steps yet to say more)"; empty without such prompts."""
+    if not found.untold or not model.reports:
+        return ""
+    beside = "prompts of the step beside it"
+    prompts = f"{count(len(row.chunks), 'prompt')} of {count(row.prefill_tokens, 'token')}" if row.chunks else beside
+    return f"{prompts} (too few such steps yet to say more)"
+
+
 def listed(requests: list[int]) -> str:
     """Returns the names of requests, or their number."""
     return count(len(requests), "request") if len(requests) > NAMED else " and ".join(f"r{id}" for id in requests)

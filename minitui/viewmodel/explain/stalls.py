@@ -26,6 +26,7 @@ from minitui.viewmodel.explain.causes import (
     Cause,
     Prefill,
     explain,
+    few_prompts,
     in_parts,
     largest_first,
     listed,
@@ -173,8 +174,9 @@ def explain_step(
 ) -> Reason:
     """Returns the causes of `took` ms of a step. `prompts_of`: names the cost of prompts, as seen from a step. `began`:
     the time of the step before these, which is part of its usual time."""
-    found = explain(row, view.models.of(row.step))
-    if found is None:
+    model = view.models.of(row.step)
+    found = explain(row, model)
+    if model is None or found is None:
         return Reason(None, (), took)
     usual = max(0.0, min(took, found.expected - found.prefill - began))
     left, causes = took - usual, []
@@ -198,6 +200,8 @@ def explain_step(
             left -= varied[-1].ms
     if left <= found.variation:
         return Reason(usual, tuple(causes), variation=left, varied=tuple(varied))
+    if few := few_prompts(row, model, found):
+        causes, left = [*causes, Cause(few, left, "prompts_unknown")], 0.0
     return Reason(usual, tuple(causes), left, varied=tuple(varied))
 
 

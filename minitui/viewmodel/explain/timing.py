@@ -16,6 +16,7 @@ from minitui.viewmodel.explain.causes import (
     Cause,
     Explanation,
     explain,
+    few_prompts,
     in_parts,
     largest_first,
     neighbour,
@@ -154,7 +155,7 @@ def why_briefly(row: StepRow, model: CostModel | None) -> str:
     explanation = explain(row, model)
     if model is None or explanation is None:
         return ""
-    excess = _excess(explanation)
+    excess = _excess(row, model, explanation)
     parts = [(part.ms, f"{_brief(part)} +{ms(part.ms)}") for part in excess]
     for prefill in explanation.prefills:
         computed = model.steps.get(prefill.step)
@@ -175,9 +176,9 @@ def usual_words(row: StepRow, model: CostModel | None) -> str:
     """Returns "within 25 % of the expected 12.2 ms" for a step that prompts did not make longer and that has no excess
     to explain; else an empty string."""
     found = explain(row, model)
-    if found is None or found.beside is not None or _excess(found) or found.prefill > WORTH * found.expected:
+    if model is None or found is None or found.beside is not None or found.untold or _excess(row, model, found):
         return ""
-    if found.untold:
+    if found.prefill > WORTH * found.expected:
         return ""
     faster = found.took < (1 - TOLERANCE) * found.expected
     compared = "faster than" if faster else f"within {100 * TOLERANCE:.0f} % of"
@@ -191,9 +192,10 @@ def _brief(part: Cause) -> str:
     return part.name.partition(" of ")[0]
 
 
-def _excess(explanation: Explanation) -> list[Cause]:
+def _excess(row: StepRow, model: CostModel, explanation: Explanation) -> list[Cause]:
     """Returns the named parts of an excess that is more than the usual variation, and the rest. As in the texts of
-    gaps, a rest within the usual variation needs no explanation."""
+    gaps, a rest within the usual variation needs no explanation. If it contains the time of prompts that no other steps
+    tell, it is not called unexplained."""
     if not explanation.slow and not explanation.longer:
         return []
     found = explanation.causes or explanation.varied
@@ -201,6 +203,8 @@ def _excess(explanation: Explanation) -> list[Cause]:
     excess = explanation.took - explanation.expected
     rest = excess - sum(part.ms for part in parts)
     name, key = (REST, "variation") if rest <= explanation.variation else ("unexplained", "unexplained")
+    if key == "unexplained" and (few := few_prompts(row, model, explanation)):
+        name, key = few, "prompts_unknown"
     parts += [Cause(name, rest, key)] * (rest > max(LEAST_REST * excess, 0.005))
     return largest_first(parts)
 
@@ -238,7 +242,7 @@ def why_slow(row: StepRow, model: CostModel | None, always: bool = False) -> str
         if explanation.longer and not explanation.slow and (measured := in_parts(prefill)):
             text += f" (measured: {measured})"
     excess = explanation.took - explanation.expected
-    if not (parts := _excess(explanation)):
+    if not (parts := _excess(row, model, explanation)):
         words = "faster than expected" if excess < -TOLERANCE * explanation.expected else "within the usual variation"
         return f"{text}, {'-' if excess <= -0.005 else '+'}{ms(abs(excess))}: {words}" if always else text
     told = ", ".join(f"{part.name} {ms(part.ms)}" for part in parts)

@@ -2,8 +2,8 @@
 
 The bar at the top shows the pool exactly, and the row below it the waste. The map has one cell per block, in the order
 of the block numbers. If there are more blocks than cells, two half blocks share a cell; if there are still more, each
-half shows the most frequent state of k blocks; the title gives k. Changed cells are highlighted. There are four
-colourings: by state, owner, age, or reference count; each has its own glyphs.
+half shows the most frequent state of k blocks, and the title gives k; zoomed in, the map has pages. Changed cells are
+highlighted. There are four colourings: by state, owner, age, or reference count; each has its own glyphs.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ its groups: full attention, whose blocks the map shows, windows with pages, and 
 holds the keys and values of some tokens, usually 16. A free block is unused. An active block belongs to one request. A
 shared block is read by several requests whose texts begin with the same tokens. A cached block is held by no request;
 the tree keeps it for prompts that begin with the same text, and evicts it when blocks are needed. A large map (z)
-describes the selected block: tokens, holders, age, history. ▄ marks the block in which a request's next token is
+describes the selected block: tokens, holders, age, history. If the pool has more blocks than the map has places, Enter
+shows each block, and the page keys show the others. ▄ marks the block in which a request's next token is
 stored. Bright cells have just changed.
 
 Waste is memory or work that serves nothing. Unused slots are the places in the requests' blocks that hold no token yet;
@@ -165,6 +166,8 @@ tokens.""")
         Binding("right", "move(1, 0)", "block after", show=False, id="map.right"),
         Binding("up", "move(0, -1)", "row above", show=False, id="map.up"),
         Binding("down", "move(0, 1)", "row below", show=False, id="map.down"),
+        Binding("pageup", "page(-1)", "blocks before", show=False, id="map.pageup"),
+        Binding("pagedown", "page(1)", "blocks after", show=False, id="map.pagedown"),
         Binding("enter", "open", "zoom in, then details", show=False, id="map.open"),
         Binding("backspace", "unzoom", "zoom out", show=False, id="map.unzoom"),
         Binding("c", "colour", "colours", show=False, id="map.colour", tooltip="by state, owner, age or holders"),
@@ -210,6 +213,8 @@ tokens.""")
             if runs_width([*legend, *filling]) <= width - 4 or len(head) + len(rows) < height - 1:
                 legend = [*legend, *filling]
         note: list[Run] = [("colour by ", "dim"), (self.mode, "ink"), (" · c", "dim")]
+        if self.grid.k > 1:
+            note = [*self.own_key("enter: each block · ", first=True), *note]
         if self.NUMBERS:
             note = []  # in a lesson, c is a prediction
         return Picture([*head, *rows], title=self._title(shown, width), note=note, legend=legend)
@@ -220,7 +225,9 @@ tokens.""")
             of = f" of the first {g.blocks:,}" if g.blocks < shown.total else ""
             return f"KV blocks · 1 {'half ' if g.halves > 1 else ''}cell = {g.k}{of} blocks"
         if self.zoomed_at is not None:
-            return f"KV blocks · {g.first:,} to {g.first + g.blocks - 1:,} of {shown.total:,}"
+            last = g.first + g.blocks - 1
+            keys = " · PgUp" * (g.first > 1) + " · PgDn" * (last < shown.total)
+            return f"KV blocks · {g.first:,}–{last:,} of {shown.total:,}{keys}"
         if g.blocks < shown.total:
             others = ", the others are free" if width >= 66 else ""
             return f"KV blocks · first {g.blocks:,} of {shown.total:,}{others}"
@@ -325,7 +332,7 @@ tokens.""")
         block = selected(self.view, "block")
         if self.grid.k > 1:
             start = block or self.grid.first
-            room = self.grid.per_row * self.grid.height
+            room = self.grid.per_row * self.grid.height * self.grid.halves
             self.zoomed_at = max(1, start - room // 2)
             self.view.select("block", start)
             self.repaint()
@@ -333,8 +340,13 @@ tokens.""")
             self.post_message(Opened("block", block))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Allow to zoom out only when zoomed in."""
-        return (action != "unzoom" or self.zoomed_at is not None) and super().check_action(action, parameters)
+        """Allow to zoom out, and to page, only when zoomed in. The keys of a lecturer's remote never page."""
+        zoomed = self.zoomed_at is not None and not (action == "page" and self.app.current_mode == "lecture")
+        return (zoomed or action not in ("unzoom", "page")) and super().check_action(action, parameters)
+
+    def action_page(self, by: int) -> None:
+        self.zoomed_at = max(1, self.grid.first + by * self.grid.blocks)
+        self.repaint()
 
     def action_unzoom(self) -> None:
         self.zoomed_at = None

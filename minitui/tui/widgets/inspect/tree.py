@@ -44,6 +44,7 @@ LOW = 6  # rows: a panel of this height or less does not show the number of free
 LARGE = 30  # a panel with this many rows also has the whole text of the selected node
 WHOLE_TOKENS = 2_048  # the most tokens of this text
 NARROW = 40  # columns: a narrower panel has the table
+LEAST_BARS = 4  # rows of bars, with their axis; a lower panel has the table
 COLUMNS = (("tokens", 7), ("users", 6), ("saved", 6), ("evict #", 8))
 
 
@@ -120,13 +121,16 @@ selected node.""")
     def picture(self, view: View, width: int, height: int) -> Picture:
         shown = view.moment.shown
         whole, below = self._whole_text(view, width, height), self._below(view, width, height)
+        as_bars = self.BARS and self.bars and width >= NARROW and not self.search and not self.everything
+        if as_bars and height < LEAST_BARS + 2 + len(below):  # the order of eviction is beside the bars, too
+            below, self.below = [], ()
         room = max(1, height - 2 - len(whole) - len(below))
         chosen = selected(view, "node")
         pinned = set(view.links.nodes)
         for _ in range(2):  # a branch with several nodes is one row of bars, so there may be room for more nodes
             most = room + self._more
             picture = view.moment.tree.picture(shown, view.texts.decode, most, pinned, self.search, self.everything)
-            self.icicle = self._icicle(view, picture, width, room + 1)
+            self.icicle = self._icicle(view, picture, width, room + 1) if as_bars else None
             spare = -self._more if self.icicle is None else min(self.icicle.spare, picture.hidden_nodes)
             before, self._more = self._more, max(0, self._more + spare)
             if self._more == before:
@@ -174,10 +178,8 @@ selected node.""")
         return Picture(rows[:height], title=whole_title, note=note, legend=key)
 
     def _icicle(self, view: View, picture: TreePicture, width: int, height: int) -> Icicle | None:
-        """Returns the tree as bars; None if it is shown as a table."""
-        if not (self.BARS and self.bars and picture.rows and width >= NARROW and height >= 4):
-            return None
-        if self.search or self.everything:
+        """Returns the tree as bars; None if it has none, or the panel is too low."""
+        if not picture.rows or height < LEAST_BARS:
             return None
         nodes = view.moment.shown.state.nodes
 
