@@ -22,10 +22,7 @@ EVERY_S = 0.5  # seconds between two updates of the line of figures
 def need_records(reason: str) -> dict[str, str]:
     """Returns NOT_OFFERED with `reason` for the actions that need an engine's records or control the engine. "restart"
     is offered: it connects to the server again."""
-    return {
-        **dict.fromkeys(("Engine", "inspect", *BY_KEY, "lecture", "prefix", "goto"), reason),
-        "restart": "",
-    }
+    return {**dict.fromkeys(("Engine", "inspect", *BY_KEY, "lecture", "prefix", "goto"), reason), "restart": ""}
 
 
 class ForeignChatScreen(ChatScreen):

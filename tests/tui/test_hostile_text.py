@@ -173,10 +173,7 @@ MARKED = ("Static", "Label", "Button", "Option", "notify")
 TITLES = ("border_title", "border_subtitle", "tooltip")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [("ask x --fail", 1), ("ask x --json", 0), ("tail", 0)],
-)
+@pytest.mark.parametrize(("arguments", "expected"), [("ask x --fail", 1), ("ask x --json", 0), ("tail", 0)])
 def test_a_command_with_a_hostile_model_writes_plain_bytes(home: Path, arguments: str, expected: int):
     terminal = Terminal(python("-m", "tests.support.hostile", *arguments.split()), home)
     if arguments == "tail":

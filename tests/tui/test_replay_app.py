@@ -161,21 +161,12 @@ async def test_a_recording_has_one_end_with_the_steps_in_flight_however_it_is_re
             await press(pilot, *["p"] * paused, "E")
             await until(pilot, lambda app=app: app.replay.ended and not app.feed.backlog)  # type: ignore[misc]
             last = bar(app)
-            assert (
-                "REPLAY end" in last
-                and f"step {app.view.moment.horizon:,} of 2,509–{app.view.moment.horizon:,} " in last
-            )
+            shown = f"{app.view.moment.horizon:,}"
+            assert "REPLAY end" in last and f"step {shown} of 2,509–{shown} " in last
             assert app.view.history.steps.last == app.replay.trace.last_planned == 2845
             running = sum(request.state == "running" for request in app.view.moment.shown.state.requests.values())
-            ends.append(
-                (
-                    app.view.moment.horizon,
-                    running,
-                    app.view.moment.reused.hit_rate,
-                    app.view.moment.reused_lately.saved,
-                    text_of(app),
-                )
-            )
+            moment = app.view.moment
+            ends.append((moment.horizon, running, moment.reused.hit_rate, moment.reused_lately.saved, text_of(app)))
             await press(pilot, "comma", "E")  # from the past of the end
             await until(pilot, lambda app=app: not app.view.moment.travel_text)  # type: ignore[misc]
             assert bar(app) == last
@@ -190,8 +181,9 @@ async def test_a_recording_has_one_end_with_the_steps_in_flight_however_it_is_re
 async def test_bookmarks_are_visited_and_kept(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
     app, pilot = playing
     await press(pilot, "p")
+    await app.seek(5)  # a busy machine may have played it to its end
     marks = app.replay.trace.bookmarks
-    following = next(step for step, _ in marks if step > app.replay.step)
+    following = next(step for step, _ in marks if step > app.position)
     await press(pilot, "right_curly_bracket")
     await until(pilot, lambda: app.position == following == app.view.moment.horizon)
     await press(pilot, "m")
@@ -246,7 +238,7 @@ async def test_random_text_is_said_to_be_random(tmp_path: Path) -> None:
         await until(pilot, lambda: app.feed.live and app.replay.step > 6 and app.story)
         assert "its text is random and not shown" in text_of(app)
         await press(pilot, "p")
-        assert re.search(r"▏node \d+", text_of(app)), "in the tree"
+        assert re.search(r"node \d+", text_of(app)), "in the tree"
         await press(pilot, "3")
         assert app.story == "" and "REPLAY paused" in text_of(app) and "Why" in text_of(app)
         await app.seek(130)

@@ -92,9 +92,7 @@ TALL = 50  # rows: the figures are below the lanes; a smaller terminal shows one
 class CompareScreen(BaseScreen[None]):
     """Arranges the two panels. Tab changes between them."""
 
-    BINDINGS: ClassVar = [
-        Binding("tab,shift+tab", "panel", "lanes or figures", show=False, id="compare.panel"),
-    ]
+    BINDINGS: ClassVar = [Binding("tab,shift+tab", "panel", "lanes or figures", show=False, id="compare.panel")]
     DEFAULT_CSS = """
     CompareScreen {
         layout: vertical; background: $ground;

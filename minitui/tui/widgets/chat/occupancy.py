@@ -8,7 +8,7 @@ from engine.trace.waste import WasteFigures
 from minitui.text import count, duration, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Run, Runs, wrapped
+from minitui.tui.widgets.rows import Row, Run, Runs, runs_width, wrapped
 from minitui.viewmodel.explain.cut_hits import again_ms, served, why_ended
 from minitui.viewmodel.state.annotated_state import STATE_NAMES, AnnotatedState
 from minitui.viewmodel.state.side_groups import Strip, strips
@@ -130,16 +130,22 @@ def strip_rows(state: State, width: int) -> list[Runs]:
     rows = []
     names = max((len(strip.name) for strip in found), default=0)
     for strip in found:
-        head = lead(strip, strip.name.ljust(names)).to(names + 7)
-        words = Row(" ").extend(legend(strip)).add(f"of {count(strip.total, strip.unit)}", "dim")
-        if width - head.width - words.width < MIN_BAR:  # leave out the names
-            words = Row(" ")
-            for code in ORDER:
-                words.add(*look(code)).add(f" {strip.counts[code]:,} ")
-            words.add(f"of {strip.total:,}", "dim")
-        room = max(4, width - head.width - words.width)
-        rows.append(head.extend(bar(strip, room)).extend(words.runs).done(width))
+        head, of = lead(strip, strip.name.ljust(names)).to(names + 7), f"of {count(strip.total, strip.unit)}"
+        without_names = [*_figures(strip), (f"of {strip.total:,}", "dim")]
+        rows.append(_pool_row(strip, head, width, [*legend(strip), (of, "dim")], without_names))
     return rows
+
+
+def _figures(shown: AnnotatedState | Strip) -> list[Run]:
+    """Returns the number of blocks of each state, without its name."""
+    return [run for code in ORDER for run in (look(code), (f" {shown.counts[code]:,} ", "ink"))]
+
+
+def _pool_row(shown: AnnotatedState | Strip, head: Row, width: int, *words: list[Run]) -> Runs:
+    """Returns a row with `head`, a bar, and the first of `words` that leaves room for the bar, else the last."""
+    room = width - head.width - 1
+    chosen = next((runs for runs in words if room - runs_width(runs) >= MIN_BAR), words[-1])
+    return head.extend(bar(shown, max(4, room - runs_width(chosen)))).add(" ").extend(chosen).done(width)
 
 
 def side_strips(state: State, width: int) -> Runs:
@@ -197,16 +203,7 @@ class Occupancy(LinePanel, can_focus=False):
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         shown = view.moment.shown
-        words = Row(" ").extend(legend(shown)).add(f"of {shown.total:,}", "dim")
-        head = lead(shown)
-        room = width - head.width - words.width
-        if room < MIN_BAR:  # leave out the total
-            words = Row(" ").extend(legend(shown))
-            room = width - head.width - words.width
-        if room < MIN_BAR:  # leave out the names
-            words = Row(" ")
-            for code in ORDER:
-                words.add(*look(code)).add(f" {shown.counts[code]:,} ")
-            room = max(4, width - head.width - words.width)
+        of = (f"of {shown.total:,}", "dim")
+        pool = _pool_row(shown, lead(shown), width, [*legend(shown), of], legend(shown), _figures(shown))
         below = side_strips(shown.state, width) if shown.state.groups else waste(view, width).done(width)
-        return Picture([head.extend(bar(shown, room)).extend(words.runs).done(width), below])
+        return Picture([pool, below])

@@ -6,6 +6,7 @@ This is paging: the positions of a request are consecutive, but its blocks can b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import ClassVar
 
 from textual.binding import Binding
@@ -245,25 +246,23 @@ def _head(line: Row, name: str, texts: list[str], state: str, width: int, height
 def _with_ends(n: int, room: int, across: int, at: int | None = None) -> list[int]:
     """Returns which of the logical blocks 0 to n - 1 to show in `room` places, `across` places per line.
 
-    If not all blocks fit, shows the first blocks (often shared) and the last blocks (where the next token is stored).
-    Block `at` is always included. A negative number -k stands for k blocks that are not shown.
+    If not all blocks fit, shows the first blocks (often shared) and the last (where the next token is stored), or those
+    around block `at`, which is always included. A negative number -k stands for k blocks that are not shown.
     """
-    shown = _both_ends(n, room, across)
-    if at is None or at in shown:
-        return shown
-    ends = [index for index in shown if index > 0 or index == shown[0] == 0]
-    head = [index for index in ends if index < at]
-    kept = next(
-        (blocks for blocks in ([*head, at, n - 1], [at, n - 1], [at]) if len(_with_gaps(blocks, n)) <= room), [at]
-    )
-    for distance in range(1, n):
-        for near in (at + distance, at - distance):
-            if 0 <= near < n and near not in kept:
-                wider = sorted([*kept, near])
-                if len(_with_gaps(wider, n)) > room:
-                    return _with_gaps(kept, n) if room >= 3 else [at]
-                kept = wider
-    return _with_gaps(kept, n)
+    if n <= room:
+        return list(range(n))
+    if room < 3:
+        return [-(n - 1), n - 1] if room == 2 and at is None else [n - 1 if at is None else at]
+    around = n - 1 if at is None else at
+    near = (block for distance in range(n) for block in (around + distance, around - distance) if 0 <= block < n)
+    head = range(min(max(1, across // 3), room - 2))
+    shown: list[int] = []
+    for block in chain([around, n - 1], head, near):
+        wider = sorted({*shown, block})
+        if len(_with_gaps(wider, n)) > room:
+            break
+        shown = wider
+    return _with_gaps(shown, n)
 
 
 def _with_gaps(blocks: list[int], n: int) -> list[int]:
@@ -276,13 +275,3 @@ def _with_gaps(blocks: list[int], n: int) -> list[int]:
         items.append(block)
         before = block
     return items[:-1]
-
-
-def _both_ends(n: int, room: int, across: int) -> list[int]:
-    """Returns what `_with_ends` returns without `at`."""
-    if n <= room:
-        return list(range(n))
-    head = min(max(1, across // 3), room - 2) if room >= 3 else 0
-    tail = max(1, room - head - 1)
-    left_out = n - head - tail
-    return [*range(head), *([-left_out] if room > 1 else []), *range(n - tail, n)]

@@ -196,10 +196,7 @@ def _axis(per_column: float, columns: int, width: int) -> Runs:
     return row.done(width)
 
 
-def _row(
-    bars: Sequence[Bar], y: int, per_column: float, marks: Marks,
-    width: int, close: bool = False,
-) -> Runs:
+def _row(bars: Sequence[Bar], y: int, per_column: float, marks: Marks, width: int, close: bool = False) -> Runs:
     """Returns row `y` of the bars. `close`: there is no gap between rows, so a line ends each bar."""
     g = glyphs()
     row = Row()

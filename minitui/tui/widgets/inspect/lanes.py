@@ -31,9 +31,7 @@ STYLES = {
     NOTHING: "ink", QUEUED: "dim", DECODING: "decode", GAINING: "draft", PREFILLING: "prefill", FINISHED: "good",
     PREEMPTED: "bad", STALL: "bad", STALL_WORDS: "bold on-fill on bad",
 }
-WORDS = {
-    PREFILLING: "prefill", DECODING: "decode", QUEUED: "waits", PREEMPTED: "preempted", FINISHED: "done",
-}
+WORDS = {PREFILLING: "prefill", DECODING: "decode", QUEUED: "waits", PREEMPTED: "preempted", FINISHED: "done"}
 
 
 class BatchLanes(LinePanel):
