@@ -38,7 +38,8 @@ class Steady(LiveStress):
 async def simulated(
     load: Load, size: tuple[int, int], warm_up: float = 4.0, first: int = 20, key: str = ""
 ) -> AsyncIterator[tuple[StressApp, Any, Callable[..., Awaitable[None]]]]:
-    """The application, its pilot, and a function that draws frames of 50 ms. `first`: frames so far, after `key`."""
+    """The application, its pilot, and a function that draws frames of 50 ms. `first`: frames so far, after `key`;
+    without a key, there are more until a request runs."""
     now = 1000.0
     app = StressApp(Steady(load, warm_up), clock=lambda: now)
 
@@ -54,4 +55,6 @@ async def simulated(
         await pilot.press(*[key] * bool(key))
         await pilot.pause()
         await frames(first)
+        while not key and not app.source.stress.scheduler.running:
+            await frames()
         yield app, pilot, frames

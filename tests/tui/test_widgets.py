@@ -428,8 +428,9 @@ def test_a_large_pool_that_is_hardly_used_shows_the_part_that_is():
     assert shown == in_use
 
 
-def test_zoom_shows_one_block_a_cell_around_the_cursor():
+def test_zoom_shows_one_block_a_cell_around_the_cursor_and_has_pages():
     _, view = stress_view(CLASSROOM, 3.0, 10)
+    view.lit = frozenset()
     widget = BlockMap()
     body(widget, view, 30, 6)
     widget.view = view

@@ -146,9 +146,9 @@ its groups: full attention, whose blocks the map shows, windows with pages, and 
 holds the keys and values of some tokens, usually 16. A free block is unused. An active block belongs to one request. A
 shared block is read by several requests whose texts begin with the same tokens. A cached block is held by no request;
 the tree keeps it for prompts that begin with the same text, and evicts it when blocks are needed. A large map (z)
-describes the selected block: tokens, holders, age, history. If the pool has more blocks than the map has places, Enter
-shows each block, and the page keys show the others. ▄ marks the block in which a request's next token is
-stored. Bright cells have just changed.
+describes the selected block: tokens, holders, age, history. The page keys show each block of a pool that has more
+blocks than the map has places. ▄ marks the block in which a request's next token is stored. Bright cells have just
+changed.
 
 Waste is memory or work that serves nothing. Unused slots are the places in the requests' blocks that hold no token yet;
 most are in the last block of each request, so smaller blocks waste fewer. A copy is a block that holds the same tokens
@@ -213,8 +213,8 @@ tokens.""")
             if runs_width([*legend, *filling]) <= width - 4 or len(head) + len(rows) < height - 1:
                 legend = [*legend, *filling]
         note: list[Run] = [("colour by ", "dim"), (self.mode, "ink"), (" · c", "dim")]
-        if self.grid.k > 1:
-            note = [*self.own_key("enter: each block · ", first=True), *note]
+        if self.zoomed_at is None and not self._shows_all(view):
+            note = [*self.own_key("PgDn: each block · ", first=True), *note]
         if self.NUMBERS:
             note = []  # in a lesson, c is a prediction
         return Picture([*head, *rows], title=self._title(shown, width), note=note, legend=legend)
@@ -340,12 +340,20 @@ tokens.""")
             self.post_message(Opened("block", block))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Allow to zoom out, and to page, only when zoomed in. The keys of a lecturer's remote never page."""
-        zoomed = self.zoomed_at is not None and not (action == "page" and self.app.current_mode == "lecture")
-        return (zoomed or action not in ("unzoom", "page")) and super().check_action(action, parameters)
+        """Allow to zoom out only when zoomed in, and to page where not all blocks are in sight. In a lecture, the page
+        keys are those of a presenter's remote."""
+        if not super().check_action(action, parameters):
+            return False
+        if action == "page":
+            return not self._shows_all(self.view) and self.app.current_mode != "lecture"
+        return action != "unzoom" or self.zoomed_at is not None
+
+    def _shows_all(self, view: View) -> bool:
+        """Returns True if each block has a cell in the picture."""
+        return self.grid.k == 1 and self.grid.blocks == view.moment.shown.total
 
     def action_page(self, by: int) -> None:
-        self.zoomed_at = max(1, self.grid.first + by * self.grid.blocks)
+        self.zoomed_at = 1 if self.zoomed_at is None else max(1, self.grid.first + by * self.grid.blocks)
         self.repaint()
 
     def action_unzoom(self) -> None:
