@@ -70,12 +70,9 @@ def shortened(text: str, most: int) -> str:
 
 
 class Streamed:
-    """The lines of a text that grows at its end; the cost of an update does not grow with the text.
-
-    Complete blocks keep their lines; only the last block is rendered again, as plain text if it is longer than
-    LONG_BLOCK. `finish` renders the whole text as one document, so the final lines do not depend on how the text was
-    split into updates.
-    """
+    """The lines of a text that grows at its end; the cost of an update does not grow with the text. Complete blocks
+    keep their lines; only the last block is rendered again, as plain text if it is longer than LONG_BLOCK. `finish`
+    renders the whole text as one document, so the final lines do not depend on how the text was split into updates."""
 
     def __init__(self, width: int) -> None:
         self.width = width

@@ -150,9 +150,7 @@ class ReplayApp(MinituiApp):
 
     def _narrate(self) -> str:
         """Returns sentences about the current step if the recording is paused or at its end, else the text of `_about`.
-
-        On the lecture screen, returns an empty text if the recording is paused.
-        """
+        On the lecture screen, returns an empty text if the recording is paused."""
         written = self._written()
         if not (self.replay.stopped or self.view.moment.travel_text):  # sentences about each step would change too fast
             return "\n".join(filter(None, (written, self._about())))

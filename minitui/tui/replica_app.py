@@ -74,11 +74,8 @@ class ReplicaCommands(Commands):
     app: ReplicaApp
 
     def do_pin(self, which: str) -> None:
-        """Let only the replica `which` (number or address) answer the current chat.
-
-        If `which` is empty, pin the chat to the replica chosen in the table. On other screens, the user chooses one of
-        the replicas from a list.
-        """
+        """Let only the replica `which` (number or address) answer the current chat. If `which` is empty, pin the chat
+        to the replica chosen in the table. On other screens, the user chooses one of the replicas from a list."""
         screen = self.app.screen
         if which:
             replica = self.app.replicas.find(which)
@@ -106,10 +103,8 @@ class ReplicaCommands(Commands):
 
 
 class ReplicaApp(MinituiApp):
-    """The panels show one replica at a time: the replica of the current chat, or the replica chosen in the table.
-
-    A line under the top bar gives the numbers of the replica in the panels and of the current chat's replica.
-    """
+    """The panels show one replica at a time: the replica of the current chat, or the replica chosen in the table. A
+    line under the top bar gives the numbers of the replica in the panels and of the current chat's replica."""
 
     COMMAND_TABLE = ReplicaCommands
     NOT_OFFERED: ClassVar[dict[str, str]] = {}
@@ -181,11 +176,9 @@ class ReplicaApp(MinituiApp):
             await self.follow(self.replicas.shown)
 
     async def _check_replicas(self) -> None:
-        """Report replicas that went down or came back, and choose the replica for the panels.
-
-        The panels show the replica of the current chat, unless the user keeps another replica in them. The panels start
-        again when a new server runs at their replica's address.
-        """
+        """Report replicas that went down or came back, and choose the replica for the panels. The panels show the
+        replica of the current chat, unless the user keeps another replica in them. The panels start again when a new
+        server runs at their replica's address."""
         for replica in self.replicas.replicas:
             reason, before = self.replicas.reason_against(replica), self._reasons.get(replica.number)
             if self.replicas.info and before is not None and bool(reason) != bool(before):

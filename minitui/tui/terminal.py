@@ -55,11 +55,9 @@ class NoTerminal(EngineError):
 
 
 def has_terminal() -> bool:
-    """Returns True if the application has a terminal to run in.
-
-    The application reads keys from stdin and draws on stderr. If stdout is a pipe, the user wants text instead. The
-    driver for browsers (TEXTUAL_DRIVER, set by textual-serve) has its own terminal.
-    """
+    """Returns True if the application has a terminal to run in. The application reads keys from stdin and draws on
+    stderr. If stdout is a pipe, the user wants text instead. The driver for browsers (TEXTUAL_DRIVER, set by
+    textual-serve) has its own terminal."""
     return bool(os.environ.get("TEXTUAL_DRIVER")) or all(map(_is_terminal, (sys.stdin, sys.stdout, sys.stderr)))
 
 
@@ -75,10 +73,8 @@ def need_terminal(what: str, instead: str) -> None:
 
 def takes_unicode(stream: Any) -> bool:
     """Returns True if the stream's encoding has our glyphs. If not, makes the stream write "?" for missing characters.
-
     Encodings without our glyphs come from a locale without UTF-8. A "?" takes one cell. An escaped number, Python's
-    default, takes four to ten cells and breaks the layout.
-    """
+    default, takes four to ten cells and breaks the layout."""
     if stream is None:  # the driver for browsers has its own stream
         return True
     try:
@@ -92,9 +88,7 @@ def takes_unicode(stream: Any) -> bool:
 @contextlib.contextmanager
 def tolerant_input() -> Iterator[None]:
     """In this context, input bytes that are not UTF-8 (a key of a Latin-1 terminal, a stray byte) become U+FFFD.
-
-    Outside this context, the first such byte makes Textual's key reader end the application.
-    """
+    Outside this context, the first such byte makes Textual's key reader end the application."""
     from textual.drivers import linux_driver  # imported here: most commands that import this file never draw
 
     original = linux_driver.getincrementaldecoder
@@ -106,10 +100,8 @@ def tolerant_input() -> Iterator[None]:
 
 
 class TerminalGuard:
-    """Saves the state of the terminal. In the context `watching`, it handles signals and restores the terminal.
-
-    Create the guard before the application starts. Call `attach` with the application when the event loop runs.
-    """
+    """Saves the state of the terminal. In the context `watching`, it handles signals and restores the terminal. Create
+    the guard before the application starts. Call `attach` with the application when the event loop runs."""
 
     def __init__(self) -> None:
         self.signal: int | None = None  # the signal that ended the application
@@ -123,10 +115,8 @@ class TerminalGuard:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """In this context, no signal ends the process before the terminal is restored.
-
-        The end of the context restores the terminal too.
-        """
+        """In this context, no signal ends the process before the terminal is restored. The end of the context restores
+        the terminal too."""
         before = self._take_signals()
         try:
             yield
@@ -175,11 +165,9 @@ class TerminalGuard:
         os.kill(os.getpid(), number)
 
     def restore(self, last: bool = False) -> None:
-        """Restore the terminal. Has no effect if the terminal is restored already or does not exist any more.
-
-        `last`: the process ends now. Output that still waits in Textual's writer thread is dropped, because it could
-        turn mouse reporting on again.
-        """
+        """Restore the terminal. Has no effect if the terminal is restored already or does not exist any more. `last`:
+        the process ends now. Output that still waits in Textual's writer thread is dropped, because it could turn mouse
+        reporting on again."""
         with contextlib.suppress(OSError, ValueError):
             fd = sys.__stderr__.fileno()  # type: ignore[union-attr]
             if os.isatty(fd):
@@ -212,11 +200,8 @@ class TerminalGuard:
             self._continue()  # before any drawing: drawing would wait for Textual's writer thread, which has ended
 
     def _continue(self) -> None:
-        """Take the terminal back.
-
-        After a SIGSTOP from outside, application mode is still on. It must be switched off first: otherwise a second
-        thread would read keys, and this thread would not end with the application.
-        """
+        """Take the terminal back. After a SIGSTOP from outside, application mode is still on. It must be switched off
+        first: otherwise a second thread would read keys, and this thread would not end with the application."""
         driver = self._driver()
         if driver is None or not self._continued:
             return

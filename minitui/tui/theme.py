@@ -140,10 +140,8 @@ class Palette:
         return segment
 
     def style(self, words: str) -> Style:
-        """Returns the Rich style of `"[bold] [underline] colour [on colour]"`.
-
-        Raises KeyError if the colour is unknown.
-        """
+        """Returns the Rich style of `"[bold] [underline] colour [on colour]"`. Raises KeyError if the colour is
+        unknown."""
         style = self._styles.get(words)
         if style is None:
             ink, ground, bold, underline = self.parts(words)

@@ -42,10 +42,8 @@ class BaseScreen(SizedScreen[Result]):
 
 
 class PlayheadScreen(BaseScreen[None]):
-    """A screen with keys that move the playhead; the application does what they say.
-
-    A subclass lists this class as its last base class, because the CSS of the first base class has priority.
-    """
+    """A screen with keys that move the playhead; the application does what they say. A subclass lists this class as its
+    last base class, because the CSS of the first base class has priority."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("less_than_sign", "app.speed(-1)", "slower", show=False, id="replay.slower"),

@@ -34,10 +34,8 @@ TEXT_EVERY = 0.1  # seconds between two updates of the transcript
 
 
 class ChatScreen(BaseScreen[None]):
-    """Arranges the widgets and handles their messages.
-
-    The chats are in `app.chats`, and the engine's state is in the view.
-    """
+    """Arranges the widgets and handles their messages. The chats are in `app.chats`, and the engine's state is in the
+    view."""
 
     HORIZONTAL_BREAKPOINTS = [(0, "-phone"), (PHONE, "-narrow"), (RAIL_FROM, "-wide")]  # noqa: RUF012 (as in Textual)
     VERTICAL_BREAKPOINTS = [(0, "-low"), (32, "-high")]  # noqa: RUF012

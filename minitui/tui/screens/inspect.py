@@ -89,10 +89,8 @@ class Jumps:
 
 class PanelPainter:
     """Paints each panel at its rate. A panel that is due in a frame that is not drawn is painted in the next frame.
-
     After a selection, and in every frame while the picture does not move (frozen, paused, in the past), all panels are
-    painted. `later` calls a function after the keys that have arrived are handled.
-    """
+    painted. `later` calls a function after the keys that have arrived are handled."""
 
     def __init__(
         self, app: AppBase, panels: Mapping[str, LinePanel], bars: Sequence[Bar], later: Callable[..., object]

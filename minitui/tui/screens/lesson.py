@@ -151,10 +151,8 @@ class LessonScreen(BaseScreen[None]):
             panel.paint(self._nothing if waits and name not in LIVE else self.reading.views.get(self.reading.at, view))
 
     def _rows_below(self) -> int:
-        """Returns the height of the panel below the text.
-
-        A panel with nothing to show gets only rows that the text does not need.
-        """
+        """Returns the height of the panel below the text. A panel with nothing to show gets only rows that the text
+        does not need."""
         sizes = HEIGHTS | BOTH_ROWS | (RESULT_ROWS if self.reading.page is not None else {})
         rows = sizes.get(self.reading.panel, PANEL_ROWS)
         if self.reading.panel_has_content:

@@ -45,10 +45,8 @@ def bars(
     values: np.ndarray, styles: Sequence[str], scale: Scale, rows: int, width: int, label: Callable[[float], str],
     solid: np.ndarray | None = None, cursor: int | None = None,
 ) -> list[Runs]:
-    """Returns the rows of a chart, with labels of the scale at the left. `values`: NaN for an empty column.
-
-    `solid`: each bar is solid up to this value, and shaded from there to its end. `cursor`: the selected column.
-    """
+    """Returns the rows of a chart, with labels of the scale at the left. `values`: NaN for an empty column. `solid`:
+    each bar is solid up to this value, and shaded from there to its end. `cursor`: the selected column."""
     g = glyphs()
     known = ~np.isnan(values)
     levels = np.where(known, np.clip(np.ceil(scale.height(np.where(known, values, 0.0)) * rows * 8), 1, rows * 8), 0)

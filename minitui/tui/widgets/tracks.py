@@ -51,9 +51,7 @@ class Scale(NamedTuple):
 
 class AxisPanel(LinePanel):
     """Owns the scale and the cursor of tracks on an axis. The mouse drags the picture, and its wheel changes the scale.
-
-    A subclass implements `move_to` and `zoom_by`.
-    """
+    A subclass implements `move_to` and `zoom_by`."""
 
     cursor: float | None = None  # a place on the axis
     scale = Scale(0.0, 1.0, 1)

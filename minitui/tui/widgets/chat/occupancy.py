@@ -80,10 +80,8 @@ def look(code: int) -> Run:
 
 
 def shares(counts: tuple[int, int, int, int], width: int) -> dict[int, int]:
-    """Returns {state: its number of cells in the bar}, `width` cells in total.
-
-    The cells are in proportion to the blocks, but a state with any blocks has at least one cell.
-    """
+    """Returns {state: its number of cells in the bar}, `width` cells in total. The cells are in proportion to the
+    blocks, but a state with any blocks has at least one cell."""
     total = sum(counts)
     if total == 0 or width < 4:
         return {FREE: width, ACTIVE: 0, SHARED: 0, CACHED: 0}

@@ -101,9 +101,7 @@ class Prompt(TextArea):
 
     def update_suggestion(self) -> None:
         """Update the completions and the ghost text: the rest of the first completion that begins with the text.
-
-        Textual calls this after every edit.
-        """
+        Textual calls this after every edit."""
         text = self.text
         at_end = self.cursor_location == self.document.end
         offers = [] if self._quiet or not at_end else self.complete(text)

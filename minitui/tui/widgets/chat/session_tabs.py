@@ -57,12 +57,10 @@ class SessionTabs(Bar):
         return Picture([row.done(width)])
 
     def _entries(self, sessions: list[Session], states: list[tuple[str, str]], room: int) -> list[list[Run]]:
-        """Returns the runs of each tab. All titles are cut to the same number of letters, as many as fit in `room`.
-
-        If fewer than MIN_LETTERS would fit, only the current chat shows its state as text; the others show one sign. If
+        """Returns the runs of each tab. All titles are cut to the same number of letters, as many as fit in `room`. If
+        fewer than MIN_LETTERS would fit, only the current chat shows its state as text; the others show one sign. If
         there is still no room, only the current chat and the chats beside it have titles; the rest show a number and a
-        sign.
-        """
+        sign."""
         titles = [cells(session.title) for session in sessions]
         numbers = sum(len(str(i + 1)) + 4 for i in range(len(sessions)))  # cells, with sign and spaces
         current = self._current(sessions)

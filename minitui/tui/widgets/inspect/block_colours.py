@@ -122,11 +122,9 @@ def _free() -> list[Run]:
 
 
 def lay_out(entries: list[list[Run]], width: int, frame: int) -> tuple[list[Run], list[Run]]:
-    """Returns a legend in two parts: (for a row above the map, for the frame). The frame has room for `frame` cells.
-
-    If all entries fit into the frame, the row is empty. Otherwise the row takes as many entries as fit, and the frame
-    takes the others. "+n more" counts the entries left out.
-    """
+    """Returns a legend in two parts: (for a row above the map, for the frame). The frame has room for `frame` cells. If
+    all entries fit into the frame, the row is empty. Otherwise the row takes as many entries as fit, and the frame
+    takes the others. "+n more" counts the entries left out."""
 
     def taken(some: list[list[Run]], room: int) -> tuple[list[Run], list[list[Run]]]:
         runs: list[Run] = []

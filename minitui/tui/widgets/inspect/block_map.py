@@ -81,11 +81,9 @@ def grid(
     blocks: int, width: int, height: int, first: int = 1, one_each: bool = False, numbered: bool = False,
     halves: int = 1,
 ) -> Grid:
-    """Returns the grid with the widest cells that fit, for `blocks` blocks numbered from `first`.
-
-    `one_each`: k is 1, and the grid has as many of the blocks as fit. `numbered`: each cell has the number of its
-    block, if these cells fit. `halves` 2: if a cell for each block does not fit, two cells share a line.
-    """
+    """Returns the grid with the widest cells that fit, for `blocks` blocks numbered from `first`. `one_each`: k is 1,
+    and the grid has as many of the blocks as fit. `numbered`: each cell has the number of its block, if these cells
+    fit. `halves` 2: if a cell for each block does not fit, two cells share a line."""
     width, height = max(1, width), max(1, height)
     if numbered:
         digits = len(str(first + blocks - 1))
@@ -105,12 +103,10 @@ def grid(
 
 
 def blocks_to_show(total: int, last_used: int, room: int) -> int:
-    """Returns how many blocks to show of a pool of `total` blocks in `room` cells.
-
-    If the pool has more blocks than cells, this is the smallest of 64, 128, 256, … that is at least 1.1 times
-    `last_used`, the number of the last used block: the other blocks are free. If this number is more than `room`, each
-    cell shows the fewest blocks with which these fit.
-    """
+    """Returns how many blocks to show of a pool of `total` blocks in `room` cells. If the pool has more blocks than
+    cells, this is the smallest of 64, 128, 256, … that is at least 1.1 times `last_used`, the number of the last used
+    block: the other blocks are free. If this number is more than `room`, each cell shows the fewest blocks with which
+    these fit."""
     room = max(1, room)
     if total <= room:
         return total
@@ -367,12 +363,9 @@ tokens.""")
 
 
 def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int, first: int) -> Runs:
-    """Returns one line of cells, of the blocks from `first` on; equal neighbours become one run.
-
-    The value of a cell is code*16 + lit*8 + glow*2 + marked. A glow of 3 marks the cursor, or the block that is read.
-    Lit blocks have just been reused.
-    A negative value ends the line.
-    """
+    """Returns one line of cells, of the blocks from `first` on; equal neighbours become one run. The value of a cell is
+    code*16 + lit*8 + glow*2 + marked. A glow of 3 marks the cursor, or the block that is read. Lit blocks have just
+    been reused. A negative value ends the line."""
     runs: list[Run] = []
     ends = [*(np.flatnonzero(cells[1:] != cells[:-1]) + 1).tolist(), len(cells)]
     start = used = 0

@@ -244,11 +244,9 @@ def _head(line: Row, name: str, texts: list[str], state: str, width: int, height
 
 
 def _with_ends(n: int, room: int, across: int, at: int | None = None) -> list[int]:
-    """Returns which of the logical blocks 0 to n - 1 to show in `room` places, `across` places per line.
-
-    If not all blocks fit, shows the first blocks (often shared) and the last (where the next token is stored), or those
-    around block `at`, which is always included. A negative number -k stands for k blocks that are not shown.
-    """
+    """Returns which of the logical blocks 0 to n - 1 to show in `room` places, `across` places per line. If not all
+    blocks fit, shows the first blocks (often shared) and the last (where the next token is stored), or those around
+    block `at`, which is always included. A negative number -k stands for k blocks that are not shown."""
     if n <= room:
         return list(range(n))
     if room < 3:

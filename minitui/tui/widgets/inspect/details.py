@@ -96,9 +96,7 @@ class Details(ScrollPanel):
 
     def show(self, view: View, kind: str, subject: Any, back: LinePanel | None) -> None:
         """Open with the details of a thing. `kind` and `subject` are the arguments `kind` and `id` of View.select.
-
-        `back` gets the focus when the popover closes.
-        """
+        `back` gets the focus when the popover closes."""
         self.kind, self.subject, self._back, self.top = kind, subject, back, 0
         width = min(92, self.screen.size.width - 4)
         lines = story_lines(view, self.kind, self.subject, width - 4)

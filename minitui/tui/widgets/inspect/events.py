@@ -24,10 +24,8 @@ SCANNED = 2_000  # events whose text is searched in one picture; the next pictur
 
 
 class Search:
-    """The events that contain every word of a query: "r12" names a request, "evict" a kind, other words a text.
-
-    Reading all texts would take a second, so each call of `update` reads at most SCANNED of them.
-    """
+    """The events that contain every word of a query: "r12" names a request, "evict" a kind, other words a text. Reading
+    all texts would take a second, so each call of `update` reads at most SCANNED of them."""
 
     def __init__(self, query: str, filter: Callable[[Event], bool], log: EventLog) -> None:
         self._log = log

@@ -76,10 +76,8 @@ def _others(t: Timings) -> str:
 
 
 def _tracks(line: Timeline, room: int) -> tuple[list[Run], list[Run]]:
-    """Returns the tracks (of the host, of the device), `room` cells wide, with the last steps.
-
-    The time between two steps (idle, slow motion) is drawn as at most a fifth of a mean step.
-    """
+    """Returns the tracks (of the host, of the device), `room` cells wide, with the last steps. The time between two
+    steps (idle, slow motion) is drawn as at most a fifth of a mean step."""
     wanted = max(2, min(MOST_STEPS, room // STEP))
     steps = line.arrivals(max(line.first, line.last - wanted + 1), line.last)
     longest = sum(step.end - step.begin for step in steps) / len(steps) / 5

@@ -185,11 +185,8 @@ def _mean_bar(view: View, width: int, budget: int) -> Runs:
 
 
 def _slices(slices: list[tuple[float, list[str], str]], tokens: float, width: int, budget: int) -> Runs:
-    """Returns the bar. A slice is (tokens, labels, style); its longest label that fits is shown.
-
-    The width of a slice is in proportion to its tokens, but at least one cell. The slice of the
-    decodes is widened to fit its label.
-    """
+    """Returns the bar. A slice is (tokens, labels, style); its longest label that fits is shown. The width of a slice
+    is in proportion to its tokens, but at least one cell. The slice of the decodes is widened to fit its label."""
     scale = width / max(budget, tokens)
     widths = [max(1, round(n * scale)) for n, _, _ in slices]
     if slices and slices[0][2] == "decode":

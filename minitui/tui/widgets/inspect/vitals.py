@@ -99,10 +99,8 @@ def spark(values: Sequence[float] | np.ndarray, top: float = 0.0) -> str:
 
 
 class Vitals(LinePanel, can_focus=False):
-    """The figures in two lines; a wide panel also shows their history.
-
-    A panel of five rows or more has a frame, and the figures are one below the other.
-    """
+    """The figures in two lines; a wide panel also shows their history. A panel of five rows or more has a frame, and
+    the figures are one below the other."""
 
     TITLE = "Engine"
     NEEDS_STATE = True

@@ -14,10 +14,8 @@ AXIS_CELLS = 16  # a narrower axis has only numbers
 
 
 class Attention(LinePanel):
-    """Shows the queries of a prompt chunk, one below the other, and the keys that they see.
-
-    The chunk is the first of the newest step that has one.
-    """
+    """Shows the queries of a prompt chunk, one below the other, and the keys that they see. The chunk is the first of
+    the newest step that has one."""
 
     TITLE = "Who sees whom"
     help_text = paragraphs("""\
@@ -68,10 +66,8 @@ def _axis(start: int, keys: int, per_cell: int, room: int) -> Runs:
 
 
 def triangle(start: int, queries: int, width: int, height: int) -> tuple[list[list[tuple[str, str]]], int, int]:
-    """Returns (rows of cells, queries in a row, keys in a cell) of a chunk of `queries` tokens from position `start`.
-
-    A cell is marked if at least half of its pairs of query and key are seen.
-    """
+    """Returns (rows of cells, queries in a row, keys in a cell) of a chunk of `queries` tokens from position `start`. A
+    cell is marked if at least half of its pairs of query and key are seen."""
     keys = start + queries
     per_cell, per_row = -(-keys // width), -(-queries // height)
     g = glyphs()
