@@ -35,7 +35,7 @@ from minitui.teaching.prediction import LETTERS, Poll
 from minitui.teaching.stage import THINK_SECONDS, Stage
 from minitui.tui.actions import ACTIONS, BY_ID, NEED_CONTROL, Action, alt_key, key_label, key_press
 from minitui.tui.frame_limiter import FrameLimiter
-from minitui.tui.glyphs import glyphs, use_ascii
+from minitui.tui.glyphs import use_ascii
 from minitui.tui.heap import set_thresholds
 from minitui.tui.line_filters import AsciiLines, VisibleLines
 from minitui.tui.screens.dialogs import ChoiceDialog, EngineDownDialog, TextDialog
@@ -45,9 +45,7 @@ from minitui.tui.textual_insides import (
     KeyDone,
     KeyOrder,
     Notices,
-    draw_sooner,
-    escape_and_keys,
-    keep_no_lines,
+    change_textual,
     noting_keys,
     write_to_page,
 )
@@ -104,9 +102,7 @@ class AppBase(Notices):
         """`load_codec` makes the tokenizer from the source's info; it runs in a thread. `script` runs when the engine
         has started."""
         super().__init__()
-        keep_no_lines()
-        draw_sooner()
-        escape_and_keys()
+        change_textual()
         self.source, self.chats, self.settings = source, chats, settings
         self.system, self.speaker = system, speaker
         self.known_questions = known_questions or []
@@ -361,18 +357,6 @@ class AppBase(Notices):
     def told(self) -> str:
         """The text under the top bar."""
         return self.story
-
-    def stage_of(self, **options: Any) -> Stage:
-        """Returns a stage with this engine and these chats. It waits while the view is frozen."""
-        usual = {"say": self.set_story, "show": self.select_session}
-        return Stage(
-            self.source, self.feed, self.chats, system=self.system, bar=glyphs().active,
-            held=lambda: self.feed.frozen, **usual | options,
-        )
-
-    def set_story(self, text: str) -> None:
-        """Show a text under the top bar."""
-        self.story = text
 
     # ---- what is shown
 

@@ -19,6 +19,7 @@ from minitui.teaching.contrasts import Contrast
 from minitui.teaching.stage import Restart
 from minitui.trace.reader import TraceReader
 from minitui.tui.app import MinituiApp
+from minitui.tui.demo import stage_of
 from minitui.tui.replay_app import NEED_CHATS, NO_CHATS, TraceCodec
 from minitui.tui.screens.compare import CompareScreen, NewRunsScreen
 from minitui.tui.screens.inspect import InspectScreen
@@ -72,7 +73,7 @@ class DemoApp(CompareApp):
 
 async def compare_in_app(contrast: Contrast, app: CompareApp, restart: Restart, save: Save | None) -> None:
     """Run a contrast, and show its runs while they go on. `save` copies their recordings."""
-    app.asking = stage = app.stage_of(restart=restart, beat=0.0)
+    app.asking = stage = stage_of(app, restart=restart, beat=0.0)
     try:
         outcome = await run_contrast(contrast, stage)
     except EngineError as error:

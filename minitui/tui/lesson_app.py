@@ -14,6 +14,7 @@ from minitui.teaching.lessons import LESSONS
 from minitui.teaching.lessons.page import Lesson
 from minitui.teaching.stage import Restart, Stage
 from minitui.tui.app import MinituiApp
+from minitui.tui.demo import stage_of
 from minitui.tui.screens.lesson import LessonScreen
 
 
@@ -39,7 +40,7 @@ class LessonApp(MinituiApp):
         self.add_mode("lesson", lambda: LessonScreen(self.lesson, self.lesson_progress, lambda: self.stage))
 
     async def _begin(self) -> None:
-        self.stage = self.stage_of(say=lambda text: None, restart=self.restart, home=self.lesson.options)
+        self.stage = stage_of(self, say=lambda text: None, restart=self.restart, home=self.lesson.options)
         # The screen begins the lesson at its next paint. `_open` is not called here: it would return to the first page.
 
     async def _open(self, lesson: Lesson, at: int | None) -> None:

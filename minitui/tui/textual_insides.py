@@ -75,18 +75,17 @@ def _adjust_acyclic(self: Strip, cell_length: int, style: Style | None = None) -
     return self if cell_length == self.cell_length else _adjust(self, cell_length, style)
 
 
-def keep_no_lines() -> None:
-    """Replace caching methods of Strip and Segment by methods with the same results."""
+def change_textual() -> None:
+    """Replace caching methods of Strip and Segment by methods with the same results. Let Textual write a changed screen
+    up to 120 times a second: usually it writes up to 60 times, and a key whose effect just missed one of these times
+    waited up to 33 ms; nothing is written while nothing changes. Let it read an escape and a letter or digit in one
+    packet as AltEscape and a key, not as "™"."""
+    screen.UPDATE_PERIOD = 1 / 120  # type: ignore[misc]
+    XTermParser._sequence_to_key_events = _escape_and_key  # type: ignore[method-assign]
     setattr(Segment, "_split_cells", classmethod(_split_cells))  # noqa: B010  (mypy allows no assignment here)
     Strip.divide, Strip.crop_extend, Strip.adjust_cell_length = (  # type: ignore[method-assign]
         _divide_acyclic, _crop_extend_acyclic, _adjust_acyclic,
     )
-
-
-def draw_sooner() -> None:
-    """Let Textual write a changed screen up to 120 times a second. Usually it writes up to 60 times, and a key whose
-    effect just missed one of these times waited up to 33 ms. Nothing is written while nothing changes."""
-    screen.UPDATE_PERIOD = 1 / 120  # type: ignore[misc]
 
 
 class KeyDone(Message):
@@ -125,11 +124,6 @@ class KeyOrder:
 
     def _send(self, done: KeyDone) -> None:
         self.open = done if done.target.post_message(done) else None
-
-
-def escape_and_keys() -> None:
-    """Let Textual read an escape and a letter or digit in one packet as AltEscape and a key, not as "™"."""
-    XTermParser._sequence_to_key_events = _escape_and_key  # type: ignore[method-assign]
 
 
 class AltEscape(events.Key):

@@ -9,8 +9,8 @@ from textual.binding import Binding, BindingType
 
 from minitui.tui.app_base import AppBase
 from minitui.tui.textual_insides import Result, SizedScreen
-from minitui.tui.widgets.base import LinePanel, Pointed
-from minitui.tui.widgets.inspect.details import HoverCard
+from minitui.tui.widgets.base import LinePanel, Opened, Pointed
+from minitui.tui.widgets.inspect.details import Details, HoverCard
 from minitui.viewmodel.view import View
 
 PHONE = 60  # columns; a narrower screen leaves out what is not read there
@@ -33,6 +33,12 @@ class BaseScreen(SizedScreen[Result]):
         """Show what is under the pointer, on screens that have a card for it."""
         for card in self.query(HoverCard):
             card.point(self.app.view, message.thing, message.place)
+
+    def on_opened(self, message: Opened) -> None:
+        """Show the details that a panel has requested, on screens that have a popover."""
+        for details in self.query(Details):
+            message.stop()
+            details.show(self.app.view, message.kind, message.id, self.focused)
 
     def paint(self, view: View) -> None:
         """Show the view; called once a frame while this screen is visible."""

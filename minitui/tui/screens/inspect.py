@@ -18,7 +18,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.panels import ALONE, IN_ORDER, PANELS, Room
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.widgets.bars import Bar, PanelChosen, PanelStrip, StatusBar, TopBar
-from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened, selected
+from minitui.tui.widgets.base import Column, Columns, LinePanel, selected
 from minitui.tui.widgets.hit_card import HitCard
 from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.details import Details, HoverCard
@@ -311,10 +311,6 @@ class InspectScreen(BaseScreen[None]):
         return marks | {"tree": f" {glyphs().times} {evicted:,} " if evicted else ""}
 
     # ---- messages and actions
-
-    def on_opened(self, message: Opened) -> None:
-        message.stop()
-        self._details.show(self.app.view, message.kind, message.id, self._panels[self.current])
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
         if event.widget.id in IN_ORDER:

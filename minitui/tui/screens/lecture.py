@@ -16,7 +16,7 @@ from minitui.teaching.prediction import Poll, verdict
 from minitui.tui.actions import BY_ID
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.widgets.bars import StatusBar, TopBar
-from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened
+from minitui.tui.widgets.base import Column, Columns
 from minitui.tui.widgets.hit_card import HitCard
 from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.block_table import BlockTable
@@ -166,11 +166,6 @@ class LectureScreen(BaseScreen[None]):
             self.paint(self.app.view)
 
     # ---- messages and actions
-
-    def on_opened(self, message: Opened) -> None:
-        message.stop()
-        if isinstance(self.focused, LinePanel):
-            self._details.show(self.app.view, message.kind, message.id, self.focused)
 
     def action_next(self) -> None:
         """If a question is shown, show the step instead. In the past, go one step forward. Else let the engine run a

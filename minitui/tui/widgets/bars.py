@@ -6,6 +6,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from textual import getters
 from textual.geometry import Size
@@ -28,6 +29,17 @@ class Bar(LinePanel, can_focus=False):
     FRAME = "none"
     SHOWS_ITSELF = True
     DEFAULT_CSS = "Bar { height: 1; }"
+    places: Sequence[tuple[int, int, Any]] = ()  # (first column, end, what is there) of what a click can choose
+
+    def thing_at(self, column: int) -> Any:
+        """Returns what a click on this column chooses; None if there is nothing."""
+        return next((thing for first, end, thing in self.places if first <= column < end), None)
+
+    def paint_if(self, wanted: bool, view: View) -> int:
+        """Paint the bar, or hide it. Returns the number of changed rows."""
+        if self.display != wanted:
+            self.display = wanted
+        return super().paint(view) if wanted else 0
 
 
 class Loading(Bar):
@@ -36,10 +48,7 @@ class Loading(Bar):
     DEFAULT_CSS = "Loading { height: 3; padding: 1 2 0 2; }"
 
     def paint(self, view: View) -> int:
-        wanted = self.app.progress is not None
-        if self.display != wanted:
-            self.display = wanted
-        return super().paint(view) if wanted else 0
+        return self.paint_if(self.app.progress is not None, view)
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         progress = self.app.progress or {}
@@ -62,8 +71,6 @@ class StatusBar(Bar):
     """The last line of a screen. It shows the screen's keys, or the prompt's keys while the prompt has the focus. A
     click on a key presses it."""
 
-    _places: Sequence[tuple[int, str]] = ()  # (first column, key) of each hint that is shown
-
     def picture(self, view: View, width: int, height: int) -> Picture:
         screen, feed = self.screen, self.app.feed
         assert isinstance(screen, BaseScreen)
@@ -78,22 +85,19 @@ class StatusBar(Bar):
             figures += f"{feed.dropped:,} dropped{_ago(view.moment.dropped_s) if feed.dropped else ''} "
         room = width - len(figures) - 1
         hints = self._typing_hints() if typing else self._key_hints(screen)
-        places: list[tuple[int, str]] = []
+        self.places = places = []
         for key, what in hints:
             if row.width + len(key) + len(what) + 3 > room:
                 break
-            places.append((row.width + 2, key))
+            places.append((row.width + 2, row.width + len(key) + len(what) + 5, key))
             row.add("  " + key, "bold ink").add(" " + what, "dim")
-        self._places = places
         self.app.tell_page(hints)
         fresh = feed.dropped > 0 and view.moment.dropped_s < FRESH_S
         return Picture([row.right(figures, width, "bad" if fresh else "dim").done(width)])
 
     def clicked(self, view: View, column: int, row: int) -> None:
-        for place, key in reversed(self._places):
-            if column >= place:
-                self.app.press(key)
-                return
+        if (key := self.thing_at(column)) is not None:
+            self.app.press(key)
 
     def _typing_hints(self) -> list[Hint]:
         if self.app.focused is not None and self.app.focused.screen is not self.screen:  # in a dialog
@@ -119,10 +123,6 @@ def _ago(seconds: float) -> str:
     return f" {seconds / 60:.0f} min ago" if seconds < 3600 else f" {seconds / 3600:.0f} h ago"
 
 
-def _name(width: int) -> str:
-    return " minitui " if width >= PHONE else ""
-
-
 class TopBar(Bar):
     """A line with screens, model and flags; below it, the story of a demo or a recording."""
 
@@ -141,8 +141,10 @@ class TopBar(Bar):
         return super().paint(view)
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        row = Row(_name(width), "bold ink")
+        row = Row(" minitui " if width >= PHONE else "", "bold ink")
+        self.places = places = []
         for mode, label in self.app.TABS:
+            places.append((row.width, row.width + len(label) + 2, mode))
             row.add(f" {label} ", "bold on-fill on ink" if self.app.current_mode == mode else "dim")
         flags = self._flags(view)
         room = width - row.width - sum(len(text) for text, _ in flags) - 2
@@ -180,11 +182,8 @@ class TopBar(Bar):
         return flags
 
     def clicked(self, view: View, column: int, row: int) -> None:
-        start = len(_name(self.size.width))
-        for mode, label in self.app.TABS:
-            if start <= column < start + len(label) + 2:
-                self.app.open_mode(mode)
-            start += len(label) + 2
+        if row == 0 and (mode := self.thing_at(column)) is not None:
+            self.app.open_mode(mode)
 
 
 def describe_engine(info: EngineInfo, room: int) -> str:
@@ -220,8 +219,6 @@ class PanelStrip(Bar):
     current = ""
     marks: Mapping[str, str] = {}  # of the panels that have something to see: a stall, an eviction
 
-    _places: Sequence[tuple[int, int, str]] = ()  # (start, end, name)
-
     def show(self, names: tuple[str, ...], current: str) -> None:
         """Show these panels."""
         self.names, self.current = names, current
@@ -233,7 +230,7 @@ class PanelStrip(Bar):
         while len(names) > 1 and sum(len(words[name]) + len(marks.get(name, "")) + 2 for name in names) > width:
             del names[0 if names[-1] == self.current else -1]  # the current panel is always named
         row = Row()
-        places = []
+        self.places = places = []
         for name in names:
             start = row.width
             if name == self.current:
@@ -242,10 +239,8 @@ class PanelStrip(Bar):
                 row.add(f" {words[name]} ", "dim")
             row.add(marks.get(name, ""), "bold on-fill on bad")
             places.append((start, row.width, name))
-        self._places = places
         return Picture([row.done(width)])
 
     def clicked(self, view: View, column: int, row: int) -> None:
-        for start, end, name in self._places:
-            if start <= column < end:
-                self.post_message(PanelChosen(name))
+        if (name := self.thing_at(column)) is not None:
+            self.post_message(PanelChosen(name))

@@ -38,13 +38,12 @@ def in_frame(
     """Returns the rows of `body` in a frame: exactly `height` rows of exactly `width` cells."""
     inner_width, inner_height = width - 4, max(0, height - 2)
     line = "accent" if focused else "frame"
-    side = "|" if glyphs().rule == "-" else "│"
     body = body[:inner_height] + [()] * (inner_height - len(body))
     if runs_width(legend) > width - EDGE:
         body = _with_legend(body, legend, inner_width)
     heading = (title, "bold accent" if focused else "bold ink")
     rows = [_edge("╭╮", heading, note, width, line)]
-    rows += [((f"{side} ", line), *exact(row, inner_width), (f" {side}", line)) for row in body]
+    rows += [(("│ ", line), *exact(row, inner_width), (" │", line)) for row in body]
     if height > 1:
         rows.append(_edge("╰╯", None, legend, width, line))
     return rows
@@ -58,7 +57,6 @@ def has_room(title: str, note: list[Run], width: int) -> bool:
 def _edge(corners: str, heading: Run | None, side: list[Run], width: int, line: str) -> Runs:
     """Returns a horizontal edge, with `side` at its right end if there is room."""
     rule = glyphs().rule
-    corners = corners if rule != "-" else "++"
     row = Row(corners[0] + rule, line)
     if heading is not None:
         row.add(clip(f" {heading[0]} ", width - 4), heading[1])
@@ -292,6 +290,11 @@ class LinePanel(CellWidget, can_focus=True):
         """Paint the same view again: after a key, a resize or a change of focus."""
         if self.painted and self.is_mounted:
             self.paint(self.view)
+
+    def open_selected(self) -> None:
+        """Open the details of the selection."""
+        if self.view.selection is not None:
+            self.post_message(Opened(self.view.selection.kind, self.view.selection.id))
 
     def back_to_now(self) -> None:
         """Leave the past, for panels with another use of the key of this command."""

@@ -60,10 +60,7 @@ class HitCard(Bar):
             self._hit = None
         elif view.moment.still or self._hit is None or not 0 <= view.moment.now - self._since < LEAST_S:
             self._since, self._hit = view.moment.now, last_hit(view)
-        wanted = self._hit is not None and self._hit.lane.id != self._hidden_for
-        if self.display != wanted:
-            self.display = wanted
-        return super().paint(view) if wanted else 0
+        return self.paint_if(self._hit is not None and self._hit.lane.id != self._hidden_for, view)
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         assert self._hit is not None

@@ -20,8 +20,6 @@ MORE_CELLS = 20  # cells for "N more" at both ends
 class SessionTabs(Bar):
     """Shows the tab of the current chat, and the tabs beside it that fit. The last tab opens a new chat."""
 
-    _places: list[tuple[int, int, Session | None]]  # (start, end, chat) of each tab; None: "+ new"
-
     def picture(self, view: View, width: int, height: int) -> Picture:
         sessions = self.app.chats.sessions
         states = [self._state(session) for session in sessions]
@@ -42,18 +40,18 @@ class SessionTabs(Bar):
             else:
                 break
         row = Row(" ")
-        self._places = []
+        places: list[tuple[int, int, Session | str]] = []
         if first:
             row.add(f"{first} more {glyphs().middot} ", "dim")
         for session, runs in entries[first:last]:
             start = row.width
             row.extend(runs).add(" ")
-            self._places.append((start, row.width, session))
+            places.append((start, row.width, session))
         if last < len(entries):
             row.add(f"{glyphs().middot} {len(entries) - last} more ", "dim")
         start = row.width
         row.add("+ new", "dim")
-        self._places.append((start, row.width, None))
+        self.places = [*places, (start, row.width, "new")]
         return Picture([row.done(width)])
 
     def _entries(self, sessions: list[Session], states: list[tuple[str, str]], room: int) -> list[list[Run]]:
@@ -118,12 +116,11 @@ class SessionTabs(Bar):
         }.get(session.state, ("", "dim"))
 
     def clicked(self, view: View, column: int, row: int) -> None:
-        for start, end, session in self._places:
-            if start <= column < end:
-                if session is None:
-                    self.call_later(self.app.run_action, "do('new')")
-                else:
-                    self.app.select_session(session)
+        chosen = self.thing_at(column)
+        if isinstance(chosen, Session):
+            self.app.select_session(chosen)
+        elif chosen is not None:
+            self.call_later(self.app.run_action, "do('new')")
 
 
 def _sign(state: str, tone: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from textual.binding import Binding
 from textual.geometry import Offset
 from textual.timer import Timer
+from textual.widget import Widget
 
 from minitui.tui.widgets.base import LinePanel, Picture, ScrollPanel, Thing, selected
 from minitui.tui.widgets.inspect.timeline import TimelineOpened
@@ -92,9 +93,9 @@ class Details(ScrollPanel):
 
     kind = ""
     subject: Any = None
-    _back: LinePanel | None = None
+    _back: Widget | None = None
 
-    def show(self, view: View, kind: str, subject: Any, back: LinePanel | None) -> None:
+    def show(self, view: View, kind: str, subject: Any, back: Widget | None) -> None:
         """Open with the details of a thing. `kind` and `subject` are the arguments `kind` and `id` of View.select.
         `back` gets the focus when the popover closes."""
         self.kind, self.subject, self._back, self.top = kind, subject, back, 0

@@ -14,7 +14,7 @@ from textual.binding import Binding
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import owner_style
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, Thing, neighbour, paragraphs, selected
+from minitui.tui.widgets.base import LinePanel, Picture, Thing, neighbour, paragraphs, selected
 from minitui.tui.widgets.inspect.vitals import spark
 from minitui.tui.widgets.rows import Row, Run, Runs, fit, fitting, legend, runs_width
 from minitui.viewmodel.explain.stalls import Stall, worst_stall
@@ -351,8 +351,7 @@ select one of these two, the label names that request. A label has the colour of
         self.repaint()
 
     def action_open(self) -> None:
-        if self.view.selection is not None:
-            self.post_message(Opened(self.view.selection.kind, self.view.selection.id))
+        self.open_selected()
 
 
 def _marks() -> dict[int, str]:

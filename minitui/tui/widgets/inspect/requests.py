@@ -151,9 +151,8 @@ selection, Enter opens the timeline of the request with the longest gap.""")
             rows += [Row().done(width)] * (height - foot - len(rows))
             rows += self._foot(view, worst, stalled, waited, waiting, width, foot)
         live = sum(row.live for row in self.rows)
-        arrows = "← →" if glyphs().rule != "-" else "< >"
         note: list[Run] = [(f"{live:,} live, {len(self.rows) - live:,} finished", "ink")]
-        note += self.own_key(f"{arrows} sort · l longest · enter timeline")
+        note += self.own_key("← → sort · l longest · enter timeline")
         below = len(self.rows) - self.top - len(self._shown)
         more: list[Run] = [(f"{self.top:,} above, {below:,} below · ", "dim")] if self.top or below > 0 else []
         return Picture(rows, note=note, legend=[*more, ("times in ms", "dim")])

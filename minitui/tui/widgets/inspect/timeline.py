@@ -123,8 +123,7 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
             rows += self._chart(view, lane, width, room, chosen, longest)
         rows += foot
         steps = f"1 column = the longest of {self.per_column} gaps" if self.per_column > 1 else "1 column = 1 gap"
-        arrows = "← → ↑ ↓" if glyphs().rule != "-" else "arrows"
-        note: list[Run] = [(steps, "ink"), *self.own_key(f"{arrows} choose · enter jump · esc back")]
+        note: list[Run] = [(steps, "ink"), *self.own_key("← → ↑ ↓ choose · enter jump · esc back")]
         if sum(len(text) for text, _ in note) + len(title) > width - 8:
             note = [(f"1 column = {self.per_column}", "ink"), *self.own_key("enter jump · esc back")]
         brief = f"Timeline of r{lane.id}"

@@ -89,11 +89,6 @@ def _histogram(times: StepTimes, width: int, rows: int) -> list[Runs]:
     return [*drawn, *[Row().done(width)] * (rows - len(drawn))]
 
 
-def up_down() -> str:
-    """Returns the keys that choose a step of the list, in words."""
-    return "↑ ↓" if glyphs().rule != "-" else "^ v"
-
-
 def list_top(slowest: Sequence[StepRow], chosen: int, rows: int) -> int:
     """Returns the index of the first step that a list of `rows` rows, one of them its heading, shows."""
     return max(0, min(chosen - rows + 2, len(slowest) - rows + 1))
@@ -115,7 +110,7 @@ def slow_steps(
         head.right(name, end, "dim")
     head.to(ENDS[-1] + 2).add("kind".ljust(KIND) + "why", "dim")
     last, hidden = f"of the last {among:,} steps", len(slowest) - room
-    more = f"+{hidden} more: {up_down()}" if hidden > 0 else ""
+    more = f"+{hidden} more: ↑ ↓" if hidden > 0 else ""
     told = [f"{last} · {more}", f"of {among:,} steps · {more}", more] if more else [last, f"of {among:,} steps"]
     head.right(fitting(width - head.width - 2, *told, ""), width, "dim")
     drawn = [head.done(width)]
@@ -231,7 +226,7 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
             rows += host_and_device(view, width)
         rows += limit_rows(t.limits, width)
         self._list(self.times, view, rows, width, height - len(rows))
-        return self._framed(t, rows, tracks, f"{up_down()} choose · enter jump · d details")
+        return self._framed(t, rows, tracks, "↑ ↓ choose · enter jump · d details")
 
     def _small(self, view: View, kinds: list[Runs], more: list[Runs], width: int, height: int) -> Picture:
         """Returns the picture without the list of the slowest steps. What is least important is left out first: the
@@ -273,8 +268,8 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
             listed = rest
         self._list(times, view, rows, width, listed)
         g = glyphs()
-        arrows = f"{'← →' if g.rule != '-' else '< >'} · {up_down()} choose · enter jump · d details"
-        note: list[Run] = [(f"charts: {len(times.took):,} steps", "ink"), *self.own_key(arrows)]
+        keys = self.own_key("← → · ↑ ↓ choose · enter jump · d details")
+        note: list[Run] = [(f"charts: {len(times.took):,} steps", "ink"), *keys]
         key = legend((g.busy, "decode", "decode"), (g.busy, "prefill", "mixed"), (g.busy, "prefill-2", "prefill"))
         key.append(("  ░ up to the longest", "dim"))
         return Picture(rows[:height], title=_title(view.timings), note=note, legend=key)

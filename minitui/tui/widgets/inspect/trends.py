@@ -91,8 +91,7 @@ larger than the usual one, the scale is logarithmic.""")
             rows += self._chart(metric, series, whole, level, max(0, each + (i < more) - 1), width, cursor)
         rows.append(self._axis(now, width, cursor))
         g = glyphs()
-        arrows = "← → cursor · ↑ ↓ span" if g.rule != "-" else "< > cursor | ^ v span"
-        note: list[Run] = [(_name(self.span), "ink"), *self.own_key(f"{arrows} · enter jump")]
+        note: list[Run] = [(_name(self.span), "ink"), *self.own_key("← → cursor · ↑ ↓ span · enter jump")]
         key = legend((g.busy, "ink", "p50"), (g.prefill, "ink", "up to p99"))
         return Picture(rows[:height], note=note, legend=[*key, ("  hits: p1, up to p50", "dim")])
 

@@ -301,8 +301,7 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
             self.post_message(Opened("step", step))
 
     def action_open(self) -> None:
-        if self.view.selection is not None:
-            self.post_message(Opened(self.view.selection.kind, self.view.selection.id))
+        self.open_selected()
 
 
 # ---- texts
