@@ -22,8 +22,8 @@ class CodePanel(ScrollPanel):
     """Source code with line numbers; comments and docstrings are dim."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "scroll(-1)", "up", show=False, id="code.up"),
-        Binding("down,j", "scroll(1)", "down", show=False, id="code.down"),
+        Binding("k", "scroll(-1)", "up", show=False, id="code.up"),
+        Binding("j", "scroll(1)", "down", show=False, id="code.down"),
         Binding("pageup", "scroll(-20)", "page up", show=False, id="code.page_up"),
         Binding("pagedown,space", "scroll(20)", "page down", show=False, id="code.page_down"),
     ]

@@ -39,10 +39,6 @@ Times are those of the engine, without pauses and slow motion. The time of a run
 the end of its last. A gap is the time between two arrivals of tokens of a request. "Computed" counts a prompt token
 twice if it was computed twice. p50 and p99 are taken over all requests (first token) or all gaps of all requests; n is
 their number.""")
-    BINDINGS: ClassVar = [
-        Binding("up", "scroll(-1)", "up", show=False, id="differences.up"),
-        Binding("down", "scroll(1)", "down", show=False, id="differences.down"),
-    ]
     comparison: Comparison | None = None
 
     def picture(self, view: View, width: int, height: int) -> Picture:

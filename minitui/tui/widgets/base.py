@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from textual import events
+from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
 from textual.filter import ANSIToTruecolor
 from textual.geometry import Offset, Region, Size
@@ -390,6 +391,10 @@ class SearchPanel(LinePanel):
 class ScrollPanel(LinePanel):
     """A panel with more rows than fit; `top` is the first row shown."""
 
+    BINDINGS: ClassVar = [
+        Binding("up", "scroll(-1)", "a line up", show=False, id="scroll.up"),
+        Binding("down", "scroll(1)", "a line down", show=False, id="scroll.down"),
+    ]
     top = 0
 
     def window(self, rows: list[Runs], height: int) -> tuple[list[Runs], int]:

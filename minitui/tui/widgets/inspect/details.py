@@ -87,8 +87,6 @@ class Details(ScrollPanel):
     BINDINGS: ClassVar = [
         Binding("escape", "close", "close", show=False, id="details.close"),
         Binding("enter", "enter", "close, or the timeline of the request", show=False, id="details.enter"),
-        Binding("up", "scroll(-1)", "up", show=False, id="details.up"),
-        Binding("down", "scroll(1)", "down", show=False, id="details.down"),
     ]
 
     kind = ""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from textual.binding import Binding, BindingType
-
 from minitui.teaching.lessons import neighbour
 from minitui.teaching.lessons.page import Lesson, Page, Prediction, Seen, paragraphs
 from minitui.teaching.prediction import LETTERS, verdict
@@ -77,11 +73,6 @@ CLOSED = "The panels show the run of these questions. Since then another page ha
 
 class LessonText(ScrollPanel):
     """The text of a page, the prediction and the result. Scrolls if it does not fit."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up", "scroll(-1)", "a line up", show=False, id="lesson.up"),
-        Binding("down", "scroll(1)", "a line down", show=False, id="lesson.down"),
-    ]
 
     TITLE = "Text"
     _aim = ""  # what the next paint scrolls to: "end" or "experiment"
