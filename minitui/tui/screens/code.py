@@ -44,7 +44,8 @@ class CodePanel(ScrollPanel):
     def picture(self, view: View, width: int, height: int) -> Picture:
         lines = [visible_line(line.expandtabs(4)) for line in self.lines]
         shown, below = self.window(code_rows(lines, self.first, width, self.marked), height)
-        return Picture(shown, self.heading, legend=[(f"{below} more lines" if below else self.end, "dim")])
+        end = f"{below} more lines" if below else self.end
+        return Picture(shown, self.heading, legend=[(end, "dim")] * bool(end))
 
 
 def code_rows(lines: list[str], first: int, width: int, marked: int = 0) -> list[Runs]:

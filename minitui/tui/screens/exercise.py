@@ -105,7 +105,10 @@ class ExerciseScreen(PlayheadScreen):
         result.running, result.error = now.running, now.error
         if now.attempt is not None and now.attempt is not result.attempt:
             result.attempt = now.attempt
-            self.file.show(now.name, now.text.splitlines() or [""], marked=now.attempt.line or 0)
+            lines = now.text.splitlines() or [""]
+            if not self.file.heading:  # a low panel begins with the function, not with what the exercise says
+                self.file.top = next((at for at, line in enumerate(lines) if line.startswith("def ")), 0)
+            self.file.show(now.name, lines, marked=now.attempt.line or 0)
         super().paint(view)
 
     def compose(self) -> ComposeResult:
