@@ -18,7 +18,7 @@ from minitui.trace.reader import TraceReader
 from minitui.viewmodel.compare.runs import recorded_view
 from minitui.viewmodel.explain.causes import explain
 from minitui.viewmodel.explain.cost_model import FEATURES
-from minitui.viewmodel.explain.stalls import Reason, explain_gap, gap_words
+from minitui.viewmodel.explain.stalls import Reason, Stall, explain_gap, gap_words
 from minitui.viewmodel.history.lane import PREEMPTED, Gap, Lane
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.view import View
@@ -82,6 +82,25 @@ def test_the_longest_gap_of_every_request_in_a_stalled_step_has_its_cause(field:
         assert reason.causes[0].ms == pytest.approx(STALL_MS, rel=0.05) and reason.unexplained == 0
         words = gap_words(view, lane, stats.longest)
         assert f"ms before token {stats.longest.token:,}, step {STEP}: {name} " in words
+
+
+def test_a_gap_with_prompts_names_them_while_too_few_steps_are_timed() -> None:
+    view, seen = run(LONG, 120), 0
+    for lane in view.history.lanes.lanes.values():
+        for gap in filter(None, (gap_at(view, lane, step) for step in range(120))):
+            row = view.history.steps.get(gap.step)
+            assert row is not None
+            if view.models.of(row.step) is None:
+                reason = explain_gap(view, lane, gap)
+                words = Stall(lane, gap, reason).words
+                if row.chunks:
+                    seen += 1
+                    few = f"1 prompt of {row.prefill_tokens} tokens"
+                    assert str(reason) == f"{few} (too few such steps yet to say more) {ms(gap.ms)} ms"
+                    assert words == f"{ms(gap.ms)} ms: {few}" and reason.by_key == {"prompts_unknown": gap.ms}
+                elif not reason.causes:
+                    assert words.endswith(": cause unknown")
+    assert seen
 
 
 def test_a_device_that_stalls_without_a_measured_cause_is_not_given_one() -> None:

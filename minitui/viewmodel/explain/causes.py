@@ -277,11 +277,9 @@ def prefilled(row: StepRow) -> str:
     return listed([request for request, *_ in row.chunks])
 
 
-def few_prompts(row: StepRow, model: CostModel, found: Explanation) -> str:
-    """Returns what an unexplained time contains if too few other steps tell what its prompts cost: "2 prompts of 512
-    tokens (too few such steps yet to say more)"; empty without such prompts."""
-    if not found.untold or not model.reports:
-        return ""
+def few_prompts(row: StepRow) -> str:
+    """Returns the name of a time whose prompts too few other steps explain: "2 prompts of 512 tokens (too few such
+    steps yet to say more)"."""
     beside = "prompts of the step beside it"
     prompts = f"{count(len(row.chunks), 'prompt')} of {count(row.prefill_tokens, 'token')}" if row.chunks else beside
     return f"{prompts} (too few such steps yet to say more)"

@@ -119,6 +119,8 @@ def explain_gap(view: View, lane: Lane, gap: Gap) -> Reason:
         before = float(times[-2] - times[0]) * 1e3
         causes = (Cause(f"{count(len(steps) - 2, 'step')} without this request", before, "other_steps"),)
     reason = explain_step(view, row, gap.ms - before)
+    if reason.usual is None and row.chunks:
+        reason = Reason(None, (Cause(few_prompts(row), reason.unexplained, "prompts_unknown"),))
     return replace(reason, causes=causes + reason.causes)
 
 
@@ -133,7 +135,8 @@ class Stall:
     @property
     def words(self) -> str:
         """Returns its length and its largest cause: "38.1 ms: prefill of r5"."""
-        names = [cause.name.partition(" (")[0] for cause in self.reason.named if cause.key != "unknown"]
+        named = self.reason.named if self.reason.usual is not None or self.reason.causes else []
+        names = [cause.name.partition(" (")[0] for cause in named if cause.key != "unknown"]
         why = names[0].removeprefix("usual extra time ") if names else "cause unknown"
         return f"{ms(self.gap.ms)} ms{' so far' if self.gap.so_far else ''}: {why}"
 
@@ -200,8 +203,8 @@ def explain_step(
             left -= varied[-1].ms
     if left <= found.variation:
         return Reason(usual, tuple(causes), variation=left, varied=tuple(varied))
-    if few := few_prompts(row, model, found):
-        causes, left = [*causes, Cause(few, left, "prompts_unknown")], 0.0
+    if found.untold and model.reports:
+        causes, left = [*causes, Cause(few_prompts(row), left, "prompts_unknown")], 0.0
     return Reason(usual, tuple(causes), left, varied=tuple(varied))
 
 

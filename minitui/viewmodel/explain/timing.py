@@ -203,8 +203,8 @@ def _excess(row: StepRow, model: CostModel, explanation: Explanation) -> list[Ca
     excess = explanation.took - explanation.expected
     rest = excess - sum(part.ms for part in parts)
     name, key = (REST, "variation") if rest <= explanation.variation else ("unexplained", "unexplained")
-    if key == "unexplained" and (few := few_prompts(row, model, explanation)):
-        name, key = few, "prompts_unknown"
+    if key == "unexplained" and explanation.untold and model.reports:
+        name, key = few_prompts(row), "prompts_unknown"
     parts += [Cause(name, rest, key)] * (rest > max(LEAST_REST * excess, 0.005))
     return largest_first(parts)
 
