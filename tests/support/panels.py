@@ -14,8 +14,6 @@ from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.view import View
 from tests.support.simulated import LiveStress, StressApp
 
-TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
-
 
 def body(panel: LinePanel, view: View, width: int, height: int) -> list[str]:
     """Returns the panel's rows as text, without its frame."""

@@ -16,7 +16,8 @@ from minitui.tui.widgets.lecture import Why
 from minitui.viewmodel.explain.predict import Question, question_about
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.narrate import narrate, notable
-from tests.support.panels import TIGHT, lines, simulated
+from tests.support.loads import TIGHT
+from tests.support.panels import lines, simulated
 from tests.support.paths import SNAPSHOTS
 
 

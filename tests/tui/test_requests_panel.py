@@ -34,7 +34,8 @@ from minitui.viewmodel.view import View
 from minitui.viewmodel.words.request_words import figures_in_words, first_token_words, why_first
 from tests.support.driving import press, until
 from tests.support.golden import GOLDEN
-from tests.support.panels import TIGHT, body
+from tests.support.loads import TIGHT
+from tests.support.panels import body
 from tests.support.stills import picture
 
 

@@ -43,7 +43,8 @@ from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
 from tests.support.golden import GOLDEN
 from tests.support.lanes import codes as lane_codes
-from tests.support.panels import TIGHT, body
+from tests.support.loads import TIGHT
+from tests.support.panels import body
 
 PANELS = dict.fromkeys(panel.PANELS.values())  # a class once, if two names have it
 
