@@ -213,7 +213,9 @@ tokens.""")
             note = [*self.own_key("PgDn: each block · ", first=True), *note]
         if self.NUMBERS:
             note = []  # in a lesson, c is a prediction
-        return Picture([*head, *rows], title=self._title(shown, width), note=note, legend=legend)
+        half = "half " * (self.grid.halves > 1)
+        brief = f"KV blocks · {self.grid.k} a {half}cell" if self.grid.k > 1 else ""
+        return Picture([*head, *rows], title=self._title(shown, width), brief=brief, note=note, legend=legend)
 
     def _title(self, shown: AnnotatedState, width: int) -> str:
         g = self.grid
