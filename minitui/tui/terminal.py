@@ -58,11 +58,8 @@ def has_terminal() -> bool:
     """Returns True if the application has a terminal to run in. The application reads keys from stdin and draws on
     stderr. If stdout is a pipe, the user wants text instead. The driver for browsers (TEXTUAL_DRIVER, set by
     textual-serve) has its own terminal."""
-    return bool(os.environ.get("TEXTUAL_DRIVER")) or all(map(_is_terminal, (sys.stdin, sys.stdout, sys.stderr)))
-
-
-def _is_terminal(stream: Any) -> bool:
-    return stream is not None and stream.isatty()
+    streams = sys.stdin, sys.stdout, sys.stderr
+    return bool(os.environ.get("TEXTUAL_DRIVER")) or all(stream is not None and stream.isatty() for stream in streams)
 
 
 def need_terminal(what: str, instead: str) -> None:

@@ -221,12 +221,8 @@ def _bindings(node: DOMNode) -> tuple[Binding, ...]:
     action the node refuses now."""
     ours = [kind for kind in type(node).__mro__ if kind.__module__.startswith("minitui")]
     declared = {b.id: b for kind in ours for b in vars(kind).get("BINDINGS", ()) if b.id not in BY_ID and not b.system}
-    return tuple(binding for binding in declared.values() if _allowed(node, binding.action))
-
-
-def _allowed(node: DOMNode, action: str) -> bool:
-    _, name, parameters = parse(action)
-    return node.check_action(name, parameters) is not False
+    actions = {binding: parse(binding.action) for binding in declared.values()}
+    return tuple(b for b, (_, name, given) in actions.items() if node.check_action(name, given) is not False)
 
 
 class HelpScreen(Overlay[None]):
@@ -269,7 +265,10 @@ class HelpScreen(Overlay[None]):
                     yield Static(Content(_signs()))
                 for group in self._here:
                     yield Static(f"Keys here: {group.name}", classes="head", markup=False)
-                    rows = [(b.id or "", b.key, "", _explained(b)) for b in group.bindings]
+                    rows = [
+                        (b.id or "", b.key, "", ": ".join(filter(None, (b.description, b.tooltip))))
+                        for b in group.bindings
+                    ]
                     yield self._fitted(partial(self._rows, rows))
                 if self.app.has_chats:
                     yield Static("The prompt", classes="head")
@@ -337,10 +336,6 @@ class HelpScreen(Overlay[None]):
 
 def _text(text: str, width: int) -> Content:
     return Content(reflow(text, width))
-
-
-def _explained(binding: Binding) -> str:
-    return f"{binding.description}: {binding.tooltip}" if binding.tooltip else binding.description
 
 
 PROMPT_HELP = Content(

@@ -57,12 +57,9 @@ class PrefixPanel(LinePanel):
         )]
         room = max(1, height - 1 - min(len(below) + 1, height // 2 + 2))
         first = max(0, min(self.at - room // 2, len(self.found) - room))
-        rows = [self._heads(width)]
+        rows = [Row("".join(f"{name:>{cells}}" for name, cells in COLUMNS) + "  cause", "dim").done(width)]
         rows += [self._line(i, width) for i in range(first, min(len(self.found), first + room))]
         return Picture([*rows, (), *below], "Prefix doctor", [(heading(summary), "dim")], legend)
-
-    def _heads(self, width: int) -> Runs:
-        return Row("".join(f"{name:>{cells}}" for name, cells in COLUMNS) + "  cause", "dim").done(width)
 
     def _line(self, i: int, width: int) -> Runs:
         one = self.found[i]

@@ -84,7 +84,8 @@ class StatusBar(Bar):
                 figures += f"backlog {feed.backlog:,} {dot} "
             figures += f"{feed.dropped:,} dropped{_ago(view.moment.dropped_s) if feed.dropped else ''} "
         room = width - len(figures) - 1
-        hints = self._typing_hints() if typing else self._key_hints(screen)
+        past = bool(view.moment.travel_text) and view.moment.playback is None
+        hints = self._typing_hints() if typing else [(self.app.key_of("now"), "now")] * past + screen.hints()
         self.places = places = []
         for key, what in hints:
             if row.width + len(key) + len(what) + 3 > room:
@@ -109,11 +110,6 @@ class StatusBar(Bar):
         elif self.app.session.busy:
             escape = [("esc", "cancel"), (self.app.key_of("keys"), "keys")]
         return [("enter", "send"), *escape, ("/", "commands"), ("tab", "complete"), ("ctrl+j", "new line")]
-
-    def _key_hints(self, screen: BaseScreen[None]) -> list[Hint]:
-        view = self.app.view
-        now = [(self.app.key_of("now"), "now")] if view.moment.travel_text and view.moment.playback is None else []
-        return now + screen.hints()
 
 
 def _ago(seconds: float) -> str:
