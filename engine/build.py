@@ -184,11 +184,11 @@ def choose_parts(model: ModelConfig, config: EngineConfig) -> Parts:
 
         return Parts(ops, (CPUSteps, Eager))
     if not without_graphs(model, config):
-        from engine.kernels.compile_ahead import CompileAhead
+        from engine.kernels.compile_ahead import compiler
         from engine.worker.graphs import fused_ops
         from engine.worker.graphs.cuda_graphs import CudaGraphs
 
-        return Parts(fused_ops, (CudaGraphs, Eager), 0 if config.enforce_eager else GRAPH_BYTES, CompileAhead)
+        return Parts(fused_ops, (CudaGraphs, Eager), 0 if config.enforce_eager else GRAPH_BYTES, compiler)
     return Parts(ops, (Eager,))
 
 

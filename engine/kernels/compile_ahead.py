@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from triton import AsyncCompileMode
+from triton.runtime._async_compile import active_mode
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import KernelInterface
@@ -77,6 +78,11 @@ class CompileAhead(AsyncCompileMode):
         self.raw_futures = [future for future in self.raw_futures if future.done() and not future.cancelled()]
         self.__exit__(None, None, None)
         sys.setswitchinterval(self._interval)
+
+
+def compiler() -> CompileAhead | None:
+    """Returns what compiles this thread's kernels ahead; None: another engine of this thread has one already."""
+    return CompileAhead() if active_mode.get() is None else None
 
 
 def _compiled(key: str, compile: Callable[[], Any]) -> Any:

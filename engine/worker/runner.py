@@ -52,7 +52,7 @@ class Parts:
     ops: Ops
     executors: tuple[Callable[[LoadedModel, Progress | None], Executor], ...]  # made and tried in this order
     reserved_bytes: int = 0  # device memory that the executors need and the KV cache must not use
-    compiler: Callable[[], CompileAhead] | None = None  # compiles the kernels of `ops` before their first launch
+    compiler: Callable[[], CompileAhead | None] | None = None  # compiles kernels of `ops` before their first launch
 
 
 class Runner:
@@ -71,19 +71,24 @@ class Runner:
         """Loads the weights, sizes the KV pool and makes the executors; raises EngineError. `later`: leave it to the
         caller to `prepare` the executors."""
         compiler = parts.compiler() if parts.compiler is not None and group.size == 1 else None
-        self.loaded = loaded = LoadedModel(
-            model_config, engine_config, parts.ops, model_dir, on_progress, group, parts.reserved_bytes, compiler
-        )
-        self.num_blocks, self.block_size, self.vocab_size = loaded.num_blocks, loaded.block_size, loaded.vocab_size
-        self.groups, self.synchronous = loaded.groups, loaded.synchronous
-        # Executors refer to the loaded model, not to the runner: after gc.freeze, cycles would never be freed.
-        with torch.inference_mode():
-            self.executors = [make(loaded, on_progress) for make in parts.executors]
-            if model_config.experts is not None:
-                loaded.model.take_expert_load()  # discards the expert load of the warm-up
-        while not later and (progress := self.prepare()) is not None:
-            if on_progress is not None:
-                on_progress(progress)
+        try:
+            self.loaded = loaded = LoadedModel(
+                model_config, engine_config, parts.ops, model_dir, on_progress, group, parts.reserved_bytes, compiler
+            )
+            self.num_blocks, self.block_size, self.vocab_size = loaded.num_blocks, loaded.block_size, loaded.vocab_size
+            self.groups, self.synchronous = loaded.groups, loaded.synchronous
+            # Executors refer to the loaded model, not to the runner: after gc.freeze, cycles would never be freed.
+            with torch.inference_mode():
+                self.executors = [make(loaded, on_progress) for make in parts.executors]
+                if model_config.experts is not None:
+                    loaded.model.take_expert_load()  # discards the expert load of the warm-up
+            while not later and (progress := self.prepare()) is not None:
+                if on_progress is not None:
+                    on_progress(progress)
+        except BaseException:
+            if compiler is not None:
+                compiler.close()  # else no other engine of this process could compile ahead
+            raise
 
     def prepare(self, wanted: bool = False) -> dict[str, Any] | None:
         """Do one piece of the work that makes later steps faster, such as the capture of a CUDA graph: up to 0.1 s.

@@ -69,7 +69,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     modules = {
         "engine.worker.graphs.fused_ops": [], "engine.worker.graphs.cuda_graphs": ["CudaGraphs"],
-        "engine.kernels.compile_ahead": ["CompileAhead"],
+        "engine.kernels.compile_ahead": ["compiler"],
         "flash_attn": ["flash_attn_varlen_func"], "flash_attn.cute": ["flash_attn_varlen_func"],
     }
     for name, contents in modules.items():
