@@ -150,7 +150,7 @@ class AnyOrder(QueueOrder):
 def test_whatever_is_decided_each_request_has_the_tokens_that_it_has_alone(delay: int) -> None:
     """Decisions drawn at random; but the request that came first is not preempted, so that all come to an end."""
     decided: Counter[str] = Counter()
-    for seed in range(4):
+    for seed in (3, 4, 6, 8):  # those with preemptions
         load = Load(seed, delay)
         decide_at_random(load.engine, random.Random(seed), decided)
         load.run(check_every=3)

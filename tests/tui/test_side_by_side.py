@@ -8,15 +8,16 @@ import pytest
 from textual.app import App, ComposeResult
 
 from minitui.trace.bundled import bundled
+from minitui.trace.reader import TraceReader
 from minitui.tui.glyphs import glyphs, use_ascii
 from minitui.tui.theme import THEMES
 from minitui.tui.widgets.lesson.runs import RunsInSteps
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.side_by_side import SideBySide
-from minitui.viewmodel.compare.runs import Run
+from minitui.viewmodel.compare.runs import Run, recorded_view
 from minitui.viewmodel.view import View
 from tests.support.panels import body
-from tests.viewmodel.test_runs import played, recorded_view, viewed
+from tests.viewmodel.test_runs import played, viewed
 
 
 @pytest.fixture
@@ -104,8 +105,8 @@ async def test_one_cursor_tells_what_both_runs_do(batching: View) -> None:
 @pytest.mark.parametrize("size", [(80, 9), (80, 20), (240, 66), (30, 6), (8, 3)])
 def test_every_size_shows_whole_rows(batching: View, size: tuple[int, int], ascii: bool) -> None:
     use_ascii(ascii)
-    small, _ = recorded_view(bundled()["small-pool"])
-    large, _ = recorded_view(bundled()["h200-8b"])
+    small = recorded_view(TraceReader(bundled()["small-pool"]))
+    large = recorded_view(TraceReader(bundled()["h200-8b"]))
     large.earlier = small
     large.texts.group_names = {lane.group: "\x1b[31m名前" for lane in large.history.lanes.lanes.values()}
     large.run_name = "\x1b[2J a name from outside"
@@ -126,8 +127,8 @@ def test_every_size_shows_whole_rows(batching: View, size: tuple[int, int], asci
 
 
 def test_more_requests_than_rows_are_counted_and_can_be_reached() -> None:
-    large, _ = recorded_view(bundled()["h200-8b"])
-    large.earlier, _ = recorded_view(bundled()["small-pool"])
+    large = recorded_view(TraceReader(bundled()["h200-8b"]))
+    large.earlier = recorded_view(TraceReader(bundled()["small-pool"]))
     panel = SideBySide()
     rows = drawn(panel, large, 100, 24)
     seen = sum(row.startswith("r") for row in rows) - 4

@@ -34,15 +34,19 @@ class CodePanel(ScrollPanel):
     marked = 0  # the number of the line that is marked; 0: none
     end = ""  # the legend at the end
 
-    def show(self, heading: str, lines: Sequence[str], first: int = 1, marked: int = 0) -> None:
-        """Show these lines, with the marked one in sight."""
-        self.heading, self.lines, self.first, self.marked = heading, lines, first, marked
+    begin = 0  # the index of the line that the next picture has at its top; 0: where it is
+
+    def show(self, heading: str, lines: Sequence[str], first: int = 1, marked: int = 0, begin: int = 0) -> None:
+        """Show these lines, with the marked one in sight, or from the line with index `begin` on."""
+        self.heading, self.lines, self.first, self.marked, self.begin = heading, lines, first, marked, begin
         if marked:
             self.top = max(0, marked - 8)
         self.repaint()
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         lines = [visible_line(line.expandtabs(4)) for line in self.lines]
+        if self.begin:
+            self.top, self.begin = len(code_rows(lines[: self.begin], self.first, width)), 0
         shown, below = self.window(code_rows(lines, self.first, width, self.marked), height)
         end = f"{below} more lines" if below else self.end
         return Picture(shown, self.heading, legend=[(end, "dim")] * bool(end))

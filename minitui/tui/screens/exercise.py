@@ -106,9 +106,10 @@ class ExerciseScreen(PlayheadScreen):
         if now.attempt is not None and now.attempt is not result.attempt:
             result.attempt = now.attempt
             lines = now.text.splitlines() or [""]
+            begin = 0
             if not self.file.heading:  # a low panel begins with the function, not with what the exercise says
-                self.file.top = next((at for at, line in enumerate(lines) if line.startswith("def ")), 0)
-            self.file.show(now.name, lines, marked=now.attempt.line or 0)
+                begin = next((at for at, line in enumerate(lines) if line.startswith("def ")), 0)
+            self.file.show(now.name, lines, 1, now.attempt.line or 0, begin)
         super().paint(view)
 
     def compose(self) -> ComposeResult:

@@ -17,7 +17,10 @@ def hints(reading: Reading, idle: bool) -> list[tuple[str, str]]:
     """Returns (key, effect) for the status bar: the keys of the current page, then those of all pages. `idle`: no
     request runs."""
     step = [] if idle or reading.running else [("n", "step")]
-    return [*page_keys(reading), ("L", "lessons"), ("?", "help"), ("q", "quit"), *step, ("2", "inspect")]
+    keys = [key for key in page_keys(reading) if key[0] not in ("left", "right", "left/right")]
+    back = reading.at or neighbour(reading.lesson, -1) is not None
+    turn = ("left/right", "pages") if back else ("right", "next page")
+    return [*keys, turn, ("L", "lessons"), ("?", "help"), ("q", "quit"), *step, ("2", "inspect")]
 
 
 def page_keys(reading: Reading) -> list[tuple[str, str]]:
@@ -26,7 +29,7 @@ def page_keys(reading: Reading) -> list[tuple[str, str]]:
     if page is None:
         answer = [("enter", "run again" if reading.disturbed else "answer")] if reading.can_answer else []
         forward = [("right", "next lesson")] if neighbour(reading.lesson, 1) is not None else []
-        return [*answer, ("tab", "next question"), *forward, ("left", "back")]
+        return [*answer, ("tab", "question"), *forward, ("left", "back")]
     keys: list[tuple[str, str]] = []
     if reading.running:
         keys += [] if reading.hurried else [("enter", "next picture"), ("e", "end")]
