@@ -96,7 +96,7 @@ class TritonAttention:
     def warm_up(self, pool: KVPool, dtype: torch.dtype, layer: int = 0, most_rows: int | None = None) -> None:
         """Run every form of the kernels on padding, so that no form is compiled during a request.
 
-        `layer`: one that this backend computes. `most_rows`: only the forms of so many decodes or fewer.
+        `layer`: one that this backend computes. `most_rows`: the largest number of decodes whose forms are run.
         """
         kv_heads, dim, max_rows = self.kv_heads, self.head_dim, len(self._rows)
         heads = kv_heads * self.group

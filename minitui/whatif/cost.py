@@ -34,7 +34,7 @@ KEYS, HELD = FEATURES.index("keys"), FEATURES.index("held keys")
 BEYOND = 1.1  # multiple of the most work in a recorded step
 NAMES = ("steps", "rows", "rows", "draft tokens", "prompts", "prompt tokens", "keys that decodes read",
          "pairs of query and key in prompts", "tokens in the blocks that requests hold")
-NEAR = 8  # steps: a deviation is one of so many recorded steps
+NEAR = 8  # recorded steps, of which one gives the deviation
 CONSIDERED = 256  # recorded steps with about the same time, among which the nearest are sought
 UNLIKE_LONGEST, UNLIKE_ROWS = 0.6, 0.5  # weights of differences, beside that of the fitted times
 FEW = 4  # with fewer recorded steps of the same size, those of other sizes tell the deviation
@@ -125,8 +125,8 @@ class StepPath(NamedTuple):
 
 
 def path_of(work: Sequence[float], prompts: int, longest: int, graphs: Graphs) -> StepPath:
-    """Returns the path of a step with this work [FEATURES] and so many prompts. If the sizes of graphs are unknown, the
-    size is a usual one, and 1 with prompts."""
+    """Returns the path of a step with this work [FEATURES] and this number of prompts. If the sizes of
+    graphs are unknown, a size that devices often pad to; 1 with prompts."""
     n = int(work[ROWS[0]] + work[ROWS[1]])
     if not work[PREFILL_STEPS]:
         return StepPath(int(n > 1), _padded(n, graphs.get("rows", ())), n, longest)

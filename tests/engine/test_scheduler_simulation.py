@@ -26,7 +26,7 @@ def make_engine(
     blocks: int = 64, block_size: int = 4, budget: int = 32, rows: int = 8, overlap: bool = False, drafts: int = 0,
     groups: Sequence[SideGroup] = (), **options: object,
 ) -> Engine:
-    """With `drafts`, the model repeats itself, and up to so many tokens are drafted."""
+    """With `drafts`, the model repeats itself, and up to this number of tokens are drafted."""
     of_engine = {name: options.pop(name) for name in ("prefix_caching", "eviction_policy") if name in options}
     runner = SimulatedRunner(blocks + 1, block_size, rows, groups=tuple(groups), echo=drafts > 0)
     config = SchedulerConfig(budget, rows, max_model_len=4096, speculative_tokens=drafts, **options)  # type: ignore[arg-type]

@@ -33,7 +33,6 @@ class CodePanel(ScrollPanel):
     first = 1  # the number of the first line
     marked = 0  # the number of the line that is marked; 0: none
     end = ""  # the legend at the end
-
     begin = 0  # the index of the line that the next picture has at its top; 0: where it is
 
     def show(self, heading: str, lines: Sequence[str], first: int = 1, marked: int = 0, begin: int = 0) -> None:

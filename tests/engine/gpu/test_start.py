@@ -25,7 +25,7 @@ __all__ = ["model", "reference"]  # fixtures
 
 
 def replies(built: Built, asked: list[list[int]], *, every: int = 0) -> list[list[int]]:
-    """The greedy replies. `every`: capture a graph after so many steps; 0: none."""
+    """The greedy replies. `every`: the number of steps between two captures; 0: none."""
     added = [built.engine.add_request(prompt, greedy(24)) for prompt in asked]
     step = 0
     while built.engine.has_work:

@@ -17,19 +17,16 @@ def hints(reading: Reading, idle: bool) -> list[tuple[str, str]]:
     """Returns (key, effect) for the status bar: the keys of the current page, then those of all pages. `idle`: no
     request runs."""
     step = [] if idle or reading.running else [("n", "step")]
-    keys = [key for key in page_keys(reading) if key[0] not in ("left", "right", "left/right")]
-    back = reading.at or neighbour(reading.lesson, -1) is not None
-    turn = ("left/right", "pages") if back else ("right", "next page")
-    return [*keys, turn, ("L", "lessons"), ("?", "help"), ("q", "quit"), *step, ("2", "inspect")]
+    keys = [*own_keys(reading), *turn_keys(reading, short=True)]
+    return [*keys, ("L", "lessons"), ("?", "help"), ("q", "quit"), *step, ("2", "inspect")]
 
 
-def page_keys(reading: Reading) -> list[tuple[str, str]]:
-    """Returns (key, effect) of the keys of the current page, the most important first."""
+def own_keys(reading: Reading) -> list[tuple[str, str]]:
+    """Returns (key, effect) of the keys that act on the current page, the most important first."""
     page = reading.page
     if page is None:
         answer = [("enter", "run again" if reading.disturbed else "answer")] if reading.can_answer else []
-        forward = [("right", "next lesson")] if neighbour(reading.lesson, 1) is not None else []
-        return [*answer, ("tab", "question"), *forward, ("left", "back")]
+        return [*answer, ("tab", "question")]
     keys: list[tuple[str, str]] = []
     if reading.running:
         keys += [] if reading.hurried else [("enter", "next picture"), ("e", "end")]
@@ -41,15 +38,23 @@ def page_keys(reading: Reading) -> list[tuple[str, str]]:
         keys.append(("i", page.type_in.title.lower()))
     if page.code:
         keys.append(("v", "code"))
-    if reading.at:
-        return [*keys, ("left/right", "pages")]
-    before = [("left", "lesson before")] if neighbour(reading.lesson, -1) is not None else []
-    return [*keys, ("right", "next page"), *before]
+    return keys
+
+
+def turn_keys(reading: Reading, short: bool = False) -> list[tuple[str, str]]:
+    """Returns (key, effect) of the keys that turn pages. `short`: one entry for both."""
+    before = neighbour(reading.lesson, -1) is not None
+    if short or (reading.at and reading.page is not None):
+        return [("left/right", "pages") if reading.at or before else ("right", "next page")]
+    if reading.page is None:
+        return [*[("right", "next lesson")] * (neighbour(reading.lesson, 1) is not None), ("left", "back")]
+    return [("right", "next page"), *[("left", "lesson before")] * before]
 
 
 def fitting_keys(reading: Reading, width: int, above: str = "") -> str:
     """Returns `above` and the page's keys in at most `width` cells; the last keys are left out first."""
-    parts = [above] * bool(above) + [f"{key} {effect}" for key, effect in page_keys(reading)]
+    keys = own_keys(reading) + turn_keys(reading)
+    parts = [above] * bool(above) + [f"{key} {effect}" for key, effect in keys]
     gap = separator()
     while len(parts) > 1 and len(gap.join(parts)) > width:
         parts.pop()
