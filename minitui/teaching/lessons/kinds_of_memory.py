@@ -9,7 +9,7 @@ from minitui.teaching.stage import Stage
 PAGE = 256  # tokens between two checkpoints of a long prompt
 
 
-async def kinds_of_memory(stage: Stage) -> Seen:
+async def nearest_checkpoint(stage: Stage) -> Seen:
     """Runs three chats in a hybrid model, whose second hit ends at the nearest checkpoint."""
     await stage.other_engine(**OPTIONS, checkpoint_interval=PAGE)
     await stage.gate()

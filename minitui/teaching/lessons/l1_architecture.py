@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching.lessons.page import Seen
+from minitui.teaching.lessons.written import read_lesson
 from minitui.teaching.stage import Stage
 from minitui.text import count
 
@@ -74,112 +75,6 @@ def _steps_in(stage: Stage) -> str:
     return ", ".join(f"r{r.id}: {state.computed(r) - r.prompt_tokens + 1}" for r in state.requests.values())
 
 
-LESSON = Lesson(
-    1,
-    "Architecture",
-    "What happens between a prompt and its reply?",
-    (
-        Page(
-            "Seven stages",
-            """
-            This inference engine turns requests into replies, in seven stages:
+close = write_on
 
-              1 tokenize     engine/text/tokenizer.py   text becomes token ids
-              2 schedule     engine/core/scheduler.py   chooses the requests of a step, and how many tokens of each
-              3 allocate     engine/core/allocator.py   chooses the memory blocks for these tokens
-              4 forward      engine/model/              the model computes these tokens
-              5 sample       engine/worker/sampler.py   the next token of each request is chosen
-              6 commit       engine/core/commit.py      adds ids to replies, ends replies
-              7 detokenize   engine/text/output.py      ids become text for the user
-
-            Stage 1 comes before the first step of a request. A step runs stages 2 to 6, for all of its requests
-            together. Stage 7 comes after the step. A new request can start in any step that has room.
-            If a prompt takes several steps, stages 5 and 7 come only with its last one.
-            """,
-        ),
-        Page(
-            "A step: plan, launch, commit",
-            """
-            A step has three parts:
-
-              plan     stages 2 and 3, on the host: chooses requests and blocks
-              launch   stages 4 and 5: the host starts them, the device computes
-              commit   stage 6, on the host: adds ids, releases blocks of ended replies
-
-            To plan a step, the host must know how many tokens each reply has, but usually not which tokens. A decode
-            usually adds one token. So with a GPU, the host can plan step n+1 while step n still runs. The new tokens
-            stay on the device: they are the input of step n+1. The host also knows when a reply reaches its largest
-            length. An end token is different: step n samples it, but the host sees it only after it has launched step
-            n+1. So step n+1 computes a token too many for this request. The engine throws its result away. vLLM and
-            SGLang, two widely used engines, can also plan ahead.
-
-            On a CPU, this engine by default runs the three parts one after the other.
-            """,
-            code="engine.core.engine:Engine.step",
-        ),
-        Page(
-            "Two questions, step by step",
-            f"""
-            Two chats ask a question. Each reply has {REPLY} tokens. The first chat has run {HEAD_START} steps when the
-            second question arrives. The engine runs one step at a time, and waits between two steps: the top line says
-            PAUSED. The steps are numbered from 0. The requests are numbered, too: r2 is request 2. Watch the step bar:
-            its width is the token budget, the largest number of tokens that a step may compute. Small parts are
-            drawn wider, to have room for their labels.
-            """,
-            panel="step",
-            code="engine.core.step:StepPlan",
-            run=two_questions,
-            predict=Prediction(
-                "How many steps does the engine need for both replies together?",
-                (f"{2 * REPLY}", f"{HEAD_START + REPLY}", f"{REPLY}"),
-                (
-                    "the second request would have to wait until the first reply has ended. But a step can compute "
-                    "tokens of several requests.",
-                    "",
-                    "both requests would have to start in the same step. But the second arrives later.",
-                ),
-            ),
-        ),
-        Page(
-            "A separate process, and a log",
-            """
-            Here, the engine runs in a process of its own, so it need not wait until a screen is drawn. If the
-            application ends, this engine ends, too.
-
-            The engine writes all changes of requests, blocks and the cache to one log, as records. A snapshot is the
-            whole state at one moment. The panels begin with a snapshot and apply one record after the other, so they
-            know the state after each record. You can stop the panels and move back in time, as far as they keep the
-            records: key 2 opens the panels (as many as the screen has room for), and there ? lists the keys.
-
-            The experiment runs one request. Most of its records say what a step computes, or how long it took: the
-            panel does not show them. The panel shows the decisions, the newest first: the step, the event, and what was
-            decided and why. (Its tree is the index of cached prefixes: L9 Radix cache.)
-            """,
-            panel="events",
-            code="engine.trace.records",
-            run=logged,
-        ),
-    ),
-    write_on,
-    (
-        Check(
-            "How many tokens did the last step compute, and for how many requests?",
-            "step",
-            "the step bar: D×n means one token for each of n decoding requests.",
-            last_step,
-        ),
-        Check(
-            "Which request arrived later, and which step computed its prompt?",
-            "lanes",
-            "the batch lanes: one line for each request; prefill and decode look different.",
-            _second,
-        ),
-        Check(
-            "In how many steps has each request run so far?",
-            "lanes",
-            "the batch lanes: one column is one step; count the columns of each line.",
-            _steps_in,
-        ),
-    ),
-    {"kv_blocks": 64},
-)
+LESSON = read_lesson(globals(), kv_blocks=64)

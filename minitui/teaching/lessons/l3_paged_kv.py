@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from minitui.chat.conversation import Session
-from minitui.teaching.contrasts import LENGTHS, PIECE, PIECES
-from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching import contrasts
+from minitui.teaching.contrasts import LENGTHS
+from minitui.teaching.lessons.page import Seen
 from minitui.teaching.lessons.side_by_side import (
     most_running,
     side_by_side,
     step_of_last_first_token,
     with_pieces_and_blocks,
 )
+from minitui.teaching.lessons.written import read_lesson
 from minitui.teaching.stage import Stage
-from minitui.text import listed
 from minitui.viewmodel.compare.comparison import Comparison
 from minitui.viewmodel.compare.runs import Run
 
@@ -142,179 +143,8 @@ def _missing(stage: Stage) -> int:
     return len(request.table) * state.block_size - state.computed(request)
 
 
-LESSON = Lesson(
-    3,
-    "Paged KV cache",
-    "Where are keys and values stored, and which request owns them?",
-    (
-        Page(
-            "Why a cache, why blocks",
-            """
-            Attention needs the keys and values of earlier tokens: the KV cache keeps them. Without the cache, each step
-            would compute the whole text again.
-
-            The length of a reply is usually not known in advance. Each request could get one piece of memory, large
-            enough for its longest possible reply. If the reply is shorter, a part of the piece stays empty. vLLM took
-            an idea from operating systems: the memory (the pool) is divided into blocks of equal size. A block has room
-            for 16 tokens here and often in vLLM. When the last block of a request is full, the next token needs another
-            block: any free block of the pool. Only the empty end of a last block is wasted: here at most 15 tokens of a
-            request. Larger blocks can waste more. Smaller blocks are more blocks to keep track of.
-
-            The text of a request is divided into logical blocks: 0, 1, 2 … A block of the pool is a physical block. The
-            block table of the request names the physical block of each logical block.
-            """,
-            code="engine.attention.kv_pool:KVPool",
-        ),
-        Page(
-            "One piece or blocks",
-            f"""
-            {len(LENGTHS)} requests want replies of {listed(list(map(str, LENGTHS)))} tokens. Each prompt has {PROMPT}
-            tokens. The memory has room for {PIECE * PIECES} tokens. In the first run, each request gets one piece for
-            {PIECE} tokens, because its reply might be long. (This engine always has blocks: in the first run, a block
-            has {PIECE} tokens.) In the second run, a block has 16 tokens. A request takes another block only when a
-            token has no place in its last block.
-
-            The panel shows both runs, the first run above or on the left. Each line is a request. A column is the same
-            number of steps in both runs.
-            """,
-            panel="runs-steps",
-            code="engine.core.allocator:BlockAllocator",
-            run=side_by_side(
-                "allocation", with_pieces_and_blocks, told=_pieces_and_blocks, shown=("steps",), counted=_at_once
-            ),
-            predict=Prediction(
-                f"How many of the {len(LENGTHS)} requests run at the same time, at most?",
-                (
-                    f"{PIECES} with one piece for each, {len(LENGTHS)} with blocks",
-                    f"{len(LENGTHS)} in both runs",
-                    f"{PIECES} in both runs",
-                ),
-                (
-                    "",
-                    "two requests could use one piece. But a piece is reserved for one request.",
-                    f"the tokens would need more than {PIECE * PIECES} places. But there are "
-                    f"{sum(LENGTHS)} + {len(LENGTHS)} × {PROMPT} = {sum(LENGTHS) + len(LENGTHS) * PROMPT} tokens.",
-                ),
-            ),
-        ),
-        Page(
-            "What a token costs",
-            """
-            For each token, many models store a key and a value in each KV head:
-
-              bytes per token = 2 x layers x KV heads x head size x bytes per number
-
-            The 2 is for key and value; queries are not stored. For Qwen3-8B in 16 bits: 2 x 36 x 8 x 128 x 2 = 147,456
-            bytes, and a block of 16 tokens has 2.36 MB. A chat of 8,192 tokens needs 1.2 GB. If 8 GB are left beside
-            the weights, six such chats fit. So memory can limit the number of running requests.
-            """,
-            code="engine.model.config:ModelConfig.kv_bytes_per_token",
-            run=cost,
-            predict=Prediction(
-                "In keys and values, a number has 4 bytes here. (The top line is about weights.) 4 layers "
-                "have 2 KV heads of size 64. A token needs …",
-                ("512 bytes", "4,096 bytes", "12,288 bytes"),
-                (
-                    "only one KV head of one layer would store its key and value: 2 x 64 x 4 bytes.",
-                    "",
-                    "each of the 6 query heads would have its own key and value. But 3 query heads share one KV "
-                    "head.",
-                ),
-            ),
-        ),
-        Page(
-            "Two chats, one pool",
-            f"""
-            Two chats get replies at the same time. They have no system prompt. Each prompt has {PROMPT} tokens. The
-            first step of a chat computes its prompt. Each later step computes one token: the token that the step before
-            has sampled.
-
-            The panel shows the block table of the first chat. The first line names the request and the chat. Below,
-            each column is a logical block: 0, 1, 2 … The number under it is the physical block. The last block is not
-            full yet.
-            """,
-            panel="table",
-            run=two_tables,
-            predict=Prediction(
-                "Counted from 1, in which of its steps does the first chat take its second block?",
-                ("step 2", "step 3", "step 4"),
-                (
-                    "the block with the prompt would be full. But a block has room for 16 tokens, not for "
-                    f"{PROMPT}.",
-                    "a full block would be enough to take the next one. But the engine waits for a token that has no "
-                    "place.",
-                    "",
-                ),
-            ),
-        ),
-        Page(
-            "Four states",
-            """
-            The engine keeps an index of full blocks: later prompts find blocks there by their tokens. The index is a
-            tree (L9 Radix cache). The state of a block says how many requests hold it, and whether it is in the tree.
-
-              free     no request, not in the tree
-              active   one request, in the tree or not
-              shared   several requests
-              cached   no request, but in the tree: it may be evicted (used for others)
-
-            The four counts add up to the pool, here 48.
-            """,
-            panel="map",
-            run=two_endings,
-            predict=Prediction(
-                "Two chats with the same system prompt get replies. The first reply ends. Now the blocks of the system "
-                "prompt are …",
-                ("cached", "active", "shared"),
-                (
-                    "no request would hold the blocks any more. But the second chat still does.",
-                    "",
-                    "several requests would hold the blocks. But a request releases its blocks when it ends, and one "
-                    "is left.",
-                ),
-            ),
-        ),
-        Page(
-            "No reservation",
-            """
-            In this pool, a request may start if there are enough free or cached blocks for its prompt (and room in the
-            step: L6 Scheduler). This engine and vLLM reserve no blocks for its reply. SGLang reserves an estimate.
-
-            Example: four requests may have 192 tokens each, prompt and reply together. With a reservation, they would
-            fill this pool of 768 tokens. But if each request ends with only 20 tokens, they use two blocks each:
-            8 blocks of 48.
-
-            If no block is free, cached blocks are evicted, the least recently used first. The price of starting without
-            a reservation: the running requests together may need more blocks than the pool has. Then one of them has to
-            release its blocks and to wait: it is preempted. This engine and vLLM compute what is lost again. To copy
-            the blocks to the host's memory and back instead is called swapping.
-            """,
-            code="engine.core.scheduler:Scheduler._admissible",
-        ),
-    ),
-    close,
-    (
-        Check(
-            "How many blocks are free, and how many are active?",
-            "map",
-            "the line under the block map: its counts add up to the pool.",
-            lambda stage: (
-                f"{stage.state().counts[FREE]} free, {stage.state().counts[ACTIVE]} active, "
-                f"{stage.state().counts[SHARED]} shared, {stage.state().counts[CACHED]} cached"
-            ),
-        ),
-        Check(
-            "Which block is the younger request writing now, and how full is it?",
-            "table",
-            "the block table: the last column.",
-            _last_block,
-        ),
-        Check(
-            "How many more tokens fit until the younger request needs another block?",
-            "table",
-            "the block table: the empty part of the last block.",
-            lambda stage: f"{_missing(stage)}; the token after them needs another block",
-        ),
-    ),
-    {"kv_blocks": 48, "device": "cpu"},  # on a GPU, a number of the KV cache would have 2 bytes
+one_piece_or_blocks = side_by_side(
+    "allocation", with_pieces_and_blocks, told=_pieces_and_blocks, shown=("steps",), counted=_at_once
 )
+
+LESSON = read_lesson(globals(), contrasts, kv_blocks=48, device="cpu")

@@ -1,8 +1,5 @@
-"""The parts of a lesson. A page can have text, code, a prediction and an experiment on a live engine. The lesson ends
-with three questions.
-
-minitui/tui/screens/lesson.py shows a lesson; minitui/teaching/lessons/plain.py prints it.
-"""
+"""The parts of a lesson: pages with text, code, a prediction and an experiment on a live engine, and three closing
+questions. written.py reads them from Markdown, minitui/tui/screens/lesson.py shows them, plain.py prints them."""
 
 from __future__ import annotations
 
@@ -58,12 +55,7 @@ class TypeIn:
 
 @dataclass(frozen=True)
 class Page:
-    """A page. Empty lines separate paragraphs of `text`. A line that begins with a space is not joined to other lines.
-
-    `panel`: a key of minitui.tui.widgets.lesson.panels.PANELS; that panel is shown beside the text. `code`: the source
-    to show, as "package.module:Class.function". `run`: the experiment. `type_in`: the text that the reader may type for
-    the experiment, which finds the text in `Stage.typed`.
-    """
+    """A page: see written.py. The experiment finds what the reader typed in `Stage.typed`."""
 
     title: str
     text: str

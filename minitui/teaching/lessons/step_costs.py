@@ -59,8 +59,8 @@ def costs(n: int) -> Costs:
     return Costs(weights, texts, round(operations / GPU.operations_per_s * 1e3, DIGITS), MODEL.decode[n])
 
 
-def costs_table(indent: str) -> str:
-    """Returns the costs of steps with different numbers of rows, as lines of a page; all but the first are indented."""
+def costs_table() -> str:
+    """Returns the costs of steps with different numbers of rows, as lines of a page, indented by two spaces."""
     found = [costs(n) for n in TOLD]
     lines = [f"{'calculated ms of a step with':<34}" + "".join(f"{count(n, 'row'):>9}" for n in TOLD)]
     for title, values in (
@@ -72,7 +72,7 @@ def costs_table(indent: str) -> str:
         ("measured ms of the step", [one.measured for one in found]),
     ):
         lines.append(f"{title:<34}" + "".join(f"{value:>9.{DIGITS}f}" for value in values))
-    return f"\n{indent}".join(lines)
+    return "\n".join(f"  {line}" for line in lines)
 
 
 async def rows(stage: Stage) -> Seen:
