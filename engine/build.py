@@ -21,6 +21,7 @@ from engine.model.config import ModelConfig
 from engine.model.hf.config import read_model_config
 from engine.model.traits import lacking
 from engine.progress import Progress
+from engine.text import early_tokenizer
 from engine.text.tokenizer import Tokenizer
 from engine.worker.limits import resolve
 from engine.worker.weights import kept_files
@@ -86,6 +87,8 @@ def build_engine(
     torch = {"stage": "torch", "done": 0, "total": 0, "text": "importing torch"}
     report({**torch, "model_dir": str(directory)})
     kept_files.begin(config, directory, model)
+    if config.load_tokenizer:
+        early_tokenizer.begin(str(directory))
     before_torch()
     report({"stage": "model", "done": 0, "total": 0, "text": text})
     limits = resolve(config, model)
@@ -94,10 +97,10 @@ def build_engine(
         kept_files.begin(config, directory, model)  # if "auto" has become a kind
     else:
         kept_files.forget()
-    tokenizer = Tokenizer(directory) if config.load_tokenizer else None
+    runner = make_runner(model, config, directory, report, on_lost, later and not config.graphs_at_start)
+    tokenizer = early_tokenizer.load(str(directory)) if config.load_tokenizer else None
     if tokenizer is not None:
         tokenizer.context = limits.max_model_len
-    runner = make_runner(model, config, directory, report, on_lost, later and not config.graphs_at_start)
     overlap = limits.device.type != "cpu" if config.overlap == "auto" else config.overlap == "on"
     ends = frozenset(eos_ids(directory) if tokenizer is None else tokenizer.eos_ids)
     engine = Engine(

@@ -28,7 +28,7 @@ from engine.errors import EngineError, loses_device
 from engine.process.commands import Command
 from engine.process.heartbeat import Heart
 from engine.process.loop import EngineLoop, check_config
-from engine.process.startup import fewer_collections, hash_triton, import_torch, log_to_stderr
+from engine.process.startup import fewer_collections, hash_triton, import_torch, log_to_stderr, open_gpu
 from engine.process.writer import EXIT_GRACE_S, Writer
 from engine.worker.cpu.cores import leave_a_core
 
@@ -85,6 +85,7 @@ def _serve(
         if command.problem is not None:
             raise command.problem
         check_config(*command.arguments)
+        threading.Thread(target=open_gpu, args=(command.arguments[0].device,), name="open GPU", daemon=True).start()
         built = build_engine(
             command.arguments[0],
             on_progress=lambda progress: writer.send("progress", progress),

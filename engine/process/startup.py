@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import importlib.util
 import logging
 import sys
 from pathlib import Path
 
+NVIDIA = Path("/dev/nvidiactl")  # exists if there is a GPU of NVIDIA
 COLLECT_AFTER = 20_000  # more objects made than freed; Python's default of 700 is reached in every step
 
 
@@ -35,10 +38,23 @@ def import_torch() -> None:
 def hash_triton() -> None:
     """Let Triton hash its own files, as it does once in a process before its first kernel: 0.7 s, mostly without
     Python's lock. Without a GPU of NVIDIA this does nothing."""
-    if Path("/dev/nvidiactl").exists() and importlib.util.find_spec("triton") is not None:
+    if NVIDIA.exists() and importlib.util.find_spec("triton") is not None:
         from triton.runtime.cache import triton_key
 
         triton_key()
+
+
+def open_gpu(device: str) -> None:
+    """Make the context of a GPU of NVIDIA, which torch then finds: without Python's lock, while torch is imported.
+
+    `device`: EngineConfig.device. Torch reports an error better than this function, which ignores it.
+    """
+    kind, _, number = device.partition(":")
+    if kind in ("auto", "cuda") and NVIDIA.exists():
+        with contextlib.suppress(OSError, ValueError):
+            cuda = ctypes.CDLL("libcuda.so.1")
+            cuda.cuInit(0)
+            cuda.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), int(number or 0))
 
 
 def fewer_collections() -> None:

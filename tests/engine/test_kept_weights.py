@@ -18,6 +18,7 @@ from engine.disk_cache import ROUNDED
 from engine.errors import EngineError
 from engine.model.four_bits import Int4Weight
 from engine.model.linear import ByteWeight
+from engine.text import early_tokenizer
 from engine.worker.weights import kept_files, load_model, quantised
 from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
 from tests.support.packing import FORMATS, quantise
@@ -81,7 +82,7 @@ def test_the_second_start_computes_the_same_without_rounding(
 def test_the_second_start_reads_the_file_while_other_work_is_done(
     checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, choice: str
 ) -> None:
-    """While torch is imported if the kind of weights is known by then, else while the tokenizer is loaded."""
+    """While torch is imported if the kind of weights is known by then; and while the tokenizer is loaded."""
     monkeypatch.setattr(quantised, "free_memory", lambda: quantised.BESIDE_WEIGHTS + 200_000)  # too small for float32
     make_runner(checkpoint, **INT8)
     have_read, meanwhile = threading.Event(), []
@@ -100,7 +101,7 @@ def test_the_second_start_reads_the_file_while_other_work_is_done(
     def load_tokenizer(directory: Path) -> None:
         meanwhile.append(have_read.wait(10))
 
-    monkeypatch.setattr(build, "Tokenizer", load_tokenizer)
+    monkeypatch.setattr(early_tokenizer, "_load", load_tokenizer)
     config = EngineConfig(str(checkpoint), device="cpu", quantization=choice, cpu_threads=1)
     built = build.build_engine(config, before_torch=import_torch)
     assert meanwhile == [choice == "int8", True]
