@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from minitui.web.mirror_server import reachable
-from minitui.web.phone_pages import afterwards_page
+from minitui.web.pages import filled
 from minitui.web.settings import WebSettings
 from minitui.web.site import Site, check_link, stopped
 
@@ -20,10 +20,11 @@ class Afterwards(Site):
     """Serves /LINK and the recordings /LINK/0, /LINK/1 and so on."""
 
     def __init__(self, settings: WebSettings, title: str, scenes: list[dict[str, Any]], files: list[Path]) -> None:
-        """`scenes`: see afterwards_page. `files`: the recordings."""
+        """`scenes`: of the file of a class, with the sentences of their steps as "told". `files`: the recordings."""
         super().__init__(settings.host, {}, settings.names)
         self.link, self._files = f"{settings.link}-{settings.token}", files
-        self._html = afterwards_page(title, scenes, [file.name for file in files], f"/{self.link}")
+        names = [file.name for file in files]
+        self._html = filled("afterwards.html", title=title, scenes=scenes, files=names, link=f"/{self.link}")
         self.app.add_routes([web.get("/{link}", self._scenes), web.get("/{link}/{file:[0-9]{1,4}}", self._file)])
 
     async def _scenes(self, request: web.Request) -> web.Response:

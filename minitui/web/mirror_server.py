@@ -21,8 +21,7 @@ from aiohttp import web
 
 from engine.errors import EngineError
 from minitui.web.mirror import Application, Viewer
-from minitui.web.page import TOUCH, fitting
-from minitui.web.phone_pages import lecturer_page, phone_page
+from minitui.web.pages import filled
 from minitui.web.phones import Phones, check_origin, small_json
 from minitui.web.settings import WebSettings
 from minitui.web.site import Site, check_link, first_size, messages, stopped, terminal_size
@@ -30,34 +29,6 @@ from minitui.web.site import Site, check_link, first_size, messages, stopped, te
 SIZE = (120, 36)  # columns, rows, until a presenter's window sets them
 PRESENTERS_FONT = 20  # pixels: a projector of 1920x1080 shows 158x40 cells; the browser's zoom changes them
 VIEWERS_FONT = 10  # pixels, the smallest; on a phone the page is wider than the screen and can be moved
-
-# A viewer's font is the largest with which the picture fits in the window. If the window or the picture gets another
-# size, the page is loaded again. Touches move the page; otherwise the terminal would take them.
-VIEWER = """
-<style>@media (pointer: coarse) { #terminal { pointer-events: none; } }</style>
-<script>
-  const columns = COLUMNS, rows = ROWS;
-  const height = (font) => Math.round(1.048 * font) + Math.round(0.271 * font);  // above and below the baseline
-  const fitting = () => {
-    let font = Math.floor(innerWidth * devicePixelRatio / columns) / devicePixelRatio / 0.6;
-    while (rows * height(font) > innerHeight) font -= 0.05;
-    return Math.max(SMALLEST, font).toFixed(2);
-  };
-  let later;
-  const reload = () => { clearTimeout(later); later = setTimeout(() => location.reload(), 500); };
-  heard.size = (...size) => { if (String(size) !== String([columns, rows])) reload(); };
-  document.addEventListener("DOMContentLoaded", () => {
-    const terminal = document.getElementById("terminal");
-    if (fitting() == SMALLEST) {
-      terminal.style.minWidth = columns * 0.605 * SMALLEST + "px";
-      terminal.style.minHeight = rows * (height(SMALLEST) + 1) + "px";
-    }
-  });
-  addEventListener("resize", () => {
-    if (fitting() !== document.getElementById("terminal").dataset.fontSize) reload();
-  });
-</script>
-""".replace("SMALLEST", str(VIEWERS_FONT))
 
 
 def reachable(settings: WebSettings, port: int) -> str:
@@ -100,9 +71,9 @@ class MirrorSite(Site):
 
     def head(self, may_type: bool) -> str:
         if may_type:
-            return fitting(PRESENTERS_FONT) + TOUCH
+            return filled("touch.html", largest=PRESENTERS_FONT)
         columns, rows = self.application.size
-        return VIEWER.replace("COLUMNS", str(columns)).replace("ROWS", str(rows))
+        return filled("viewer.html", columns=columns, rows=rows, smallest=VIEWERS_FONT)
 
     async def _phone(self, request: web.Request) -> web.StreamResponse:
         """The page of a phone, its stream and its votes."""
@@ -111,7 +82,8 @@ class MirrorSite(Site):
             return await self.phones.vote(request)
         if request.path.endswith("/events"):
             return await self.phones.stream(request)
-        response = web.Response(text=phone_page(f"/?token={self._viewers}"), content_type="text/html")
+        text = filled("phone.html", screen=f"/?token={self._viewers}")
+        response = web.Response(text=text, content_type="text/html")
         self.phones.welcome(request, response)
         return response
 
@@ -121,7 +93,8 @@ class MirrorSite(Site):
             raise web.HTTPForbidden(text="this address is for viewers: the lecturer's has another token")
         if request.path.endswith("/events"):
             return await self.phones.lecturer(request)
-        return web.Response(text=lecturer_page(f"{self.url}/{self.link}"), content_type="text/html")
+        text = filled("lecturer.html", link=f"{self.url}/{self.link}")
+        return web.Response(text=text, content_type="text/html")
 
     async def _act(self, request: web.Request) -> web.Response:
         """Pass a button of the lecturer's page on: {"verb": "next" or "scene", "number": of the scene, from 1}."""

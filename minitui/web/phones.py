@@ -21,7 +21,6 @@ from typing import Any
 from aiohttp import web
 
 from minitui.server.origins import is_same_origin
-from minitui.web.phone_pages import event
 
 MOST_PHONES = 400  # open streams; below the limit of connections
 MOST_VOTERS = 1000  # of one question
@@ -202,3 +201,8 @@ async def small_json(request: web.Request) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError):
         raise web.HTTPBadRequest(text="the body is not JSON") from None
+
+
+def event(state: dict[str, Any]) -> bytes:
+    """Returns a state as one server-sent event."""
+    return b"data: " + json.dumps(state, separators=(",", ":")).encode() + b"\n\n"

@@ -30,7 +30,7 @@ from aiohttp import WSMsgType, web
 from minitui.protocol import is_loopback
 from minitui.server.descriptors import most_connections
 from minitui.server.origins import authority, is_allowed, is_same_origin
-from minitui.web.page import TOUCH, asset_folder, fitting, page
+from minitui.web.pages import STATIC, filled, page
 
 MAX_TYPED = 1 << 20  # bytes of one message from a browser, such as a paste
 MAX_CONNECTIONS = 600  # below the usual limit of 1,024 open files
@@ -97,15 +97,12 @@ class Site:
         self.app = web.Application(middlewares=[self._around])
         self.app.on_response_prepare.append(_add_headers)
         self.app.add_routes(
-            [
-                web.get("/", self._page), web.get("/ws/{token}", self._socket),
-                web.static("/static", asset_folder("static")),
-            ]
+            [web.get("/", self._page), web.get("/ws/{token}", self._socket), web.static("/static", STATIC)]
         )
 
     def head(self, may_type: bool) -> str:
         """Returns what the page's head contains for this user, such as the script that chooses the font."""
-        return fitting() + TOUCH
+        return filled("touch.html", largest=16)
 
     async def attend(self, websocket: web.WebSocketResponse, request: web.Request, may_type: bool) -> None:
         """Serve one socket until it closes."""

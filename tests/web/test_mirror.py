@@ -217,7 +217,7 @@ async def test_only_the_presenter_types_and_sets_the_size() -> None:
 async def test_a_page_has_a_title_an_icon_and_a_width_for_phones(token: str) -> None:
     pytest.importorskip("textual_serve", reason="the extra 'web' is not installed")
     from minitui.web.mirror_server import MirrorSite
-    from minitui.web.page import page
+    from minitui.web.pages import page
 
     site = MirrorSite(Application([], (120, 36)), "127.0.0.1", "viewers", "sesame")
     text = page("/ws/x", site.head(token == "sesame"))
