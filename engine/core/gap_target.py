@@ -9,16 +9,16 @@ slow step (a garbage collection, another program) does not stop the prompts.
 
 from __future__ import annotations
 
-FIRST = 128  # tokens; the first chunk beside replies, before any is measured
-LEAST = 64  # tokens that a step may always compute, also if the decodes alone take longer than the target
+LEAST = 16  # tokens that a step may always compute, also if the decodes alone take longer than the target
+SHARE = 128  # this part of a budget is allowed, too: on a GPU, 64 tokens take no longer than 16
 NEWER = 0.2  # weight of the newest step in the usual time of a step without prompts
 
 
 class GapTarget:
-    """The number of prompt tokens for the next step beside replies: `tokens`, from LEAST to `most`."""
+    """The number of prompt tokens for the next step beside replies: `tokens`, from `least` to `most`."""
 
     def __init__(self, max_gap_ms: float, most: int) -> None:
-        self.tokens = min(FIRST, most)
+        self.tokens = self.least = min(most, max(LEAST, most // SHARE))
         self._most = most
         self._target_s = max_gap_ms / 1e3
         self._decode_s = 0.0  # the usual time of a step that only decodes; 0: unknown
@@ -36,4 +36,4 @@ class GapTarget:
         if fitting > self.tokens and 2 * prompt_tokens < self.tokens:
             return  # the prompts were short: the step says little about long chunks
         bounded = min(2 * self.tokens, max(self.tokens // 2, int(fitting)))
-        self.tokens = max(min(LEAST, self._most), min(self._most, bounded))
+        self.tokens = max(self.least, min(self._most, bounded))

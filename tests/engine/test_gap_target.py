@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.core.engine import Engine
-from engine.core.gap_target import FIRST, LEAST
+from engine.core.gap_target import LEAST
 from engine.core.request import Grammar
 from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan
@@ -28,7 +28,7 @@ class Device(SimulatedRunner):
     """Takes STEP_S and TOKEN_S; `jumps`: step -> further seconds of it."""
 
     def __init__(self, blocks: int) -> None:
-        super().__init__(blocks + 1, 16, ROWS)
+        super().__init__(blocks + 1, 16, ROWS, max_blocks=blocks)
         self.t = 0.0
         self.jumps: dict[int, float] = {}
 
@@ -52,7 +52,7 @@ class Run:
     def __init__(self, blocks: int = 1024, **options: Any) -> None:
         self.device = Device(blocks)
         log = RecordLog(clock=lambda: self.device.t)
-        config = SchedulerConfig(max_num_batched_tokens=BUDGET, max_num_seqs=ROWS, max_model_len=8192, **options)
+        config = SchedulerConfig(max_num_batched_tokens=BUDGET, max_num_seqs=ROWS, max_model_len=110_000, **options)
         self.engine = simulated(Engine(self.device, config, log=log, clock=DeviceClock(log, self.device)))
         self.submitted: dict[int, float] = {}
         self.tokens: dict[int, list[float]] = {}
@@ -82,25 +82,23 @@ class Run:
         return [b - a for r in requests for a, b in zip(self.tokens[r], self.tokens[r][1:], strict=False) if a >= since]
 
 
-def chats_and_a_long_prompt(**options: Any) -> tuple[Run, list[int], int, float]:
-    run = Run(**options)
-    chats = [run.add(10 + i % 7, 4000) for i in range(16)]
-    run.until(lambda: len(run.tokens) == 16)
-    for _ in range(20):
-        run.step()
-    before = run.device.t
-    long = run.add(8_000)
-    run.until(lambda: long in run.tokens)
-    return run, chats, long, before
-
-
-def test_a_long_prompt_stretches_the_gaps_of_others_only_to_the_target() -> None:
-    alone = STEP_S + 16 * TOKEN_S
-    run, chats, _, before = chats_and_a_long_prompt(max_gap_ms=10.0)
-    gaps = sorted(run.gaps(chats, before))
-    assert gaps[len(gaps) * 99 // 100] < 2 * alone and gaps[len(gaps) // 2] > 0.9 * 0.01, "it uses what it may"
-    run, chats, _, before = chats_and_a_long_prompt()
-    assert max(run.gaps(chats, before)) > 6 * alone
+@pytest.mark.parametrize(("chats", "tokens"), [(16, 8_000), (64, 100_000)])
+def test_a_long_prompt_stretches_the_gaps_of_chats_to_less_than_twice_what_they_were(chats: int, tokens: int) -> None:
+    alone = STEP_S + chats * TOKEN_S
+    for target in 1.9e3 * alone, None:
+        run = Run(blocks=12_000, max_gap_ms=target)
+        writers = [run.add(10 + i % 7, 4000) for i in range(chats)]
+        run.until(lambda run=run: len(run.tokens) == chats)
+        for _ in range(20):
+            run.step()
+        before = run.device.t
+        long = run.add(tokens)
+        run.until(lambda run=run, long=long: long in run.tokens)
+        gaps = sorted(run.gaps(writers, before))
+        if target is None:
+            assert gaps[-1] > 4 * alone
+        else:
+            assert gaps[len(gaps) * 99 // 100] < 2 * alone and gaps[len(gaps) // 2] > 1.7 * alone, "it uses its part"
 
 
 def test_one_slow_step_does_not_stop_the_prompts() -> None:
@@ -147,7 +145,7 @@ def test_the_budget_is_recorded_and_whole_again_without_replies_or_prompts() -> 
                 budgets.append((state.budget, bool(fields["prefills"])))
         assert state.snapshot() == run.engine.snapshot()
     limited = [budget for budget, prompts in budgets if prompts and budget < BUDGET]
-    assert limited[0] == FIRST + 1 and len(set(limited)) > 1
+    assert limited[0] == LEAST + 1 and len(set(limited)) > 1
     assert budgets[0] == (BUDGET, True) and budgets[-1] == (BUDGET, False)
 
 
@@ -185,7 +183,7 @@ def test_prompts_of_one_length_are_computed_in_order_with_the_whole_budget() -> 
 
 
 @pytest.mark.parametrize("target", [None, 20.0])
-def test_in_a_storm_nobody_waits_much_more_than_twice_the_mean(target: float | None) -> None:
+def test_in_a_storm_no_request_waits_more_than_twice_the_mean(target: float | None) -> None:
     run = Run(max_gap_ms=target)
     chats = [run.add(30, 4000) for _ in range(16)]
     run.until(lambda: len(run.tokens) == 16)
@@ -194,7 +192,7 @@ def test_in_a_storm_nobody_waits_much_more_than_twice_the_mean(target: float | N
     storm = [run.add(30 + i % 7, 8) for i in range(500)]
     run.until(lambda: all(request in run.tokens for request in storm))
     waits = [run.first(request) for request in storm]
-    assert max(waits) < 2.1 * sum(waits) / len(waits)
+    assert max(waits) < 2 * sum(waits) / len(waits)
     assert waits == sorted(waits)
     if target is not None:
         gaps = sorted(run.gaps(chats, run.submitted[storm[0]]))

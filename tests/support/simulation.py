@@ -165,7 +165,7 @@ class AnyToken:
         return False
 
 
-WEIGHTS = np.arange(1, 8193) * 2654435761 % 1000003  # of a token in the hash, by its position
+WEIGHTS = np.arange(1, 1 << 17) * 2654435761 % 1000003  # of a token in the hash, by its position
 
 
 def token_after(context: np.ndarray, seed: int, vocab_size: int, echo: bool = False) -> int:
