@@ -22,6 +22,7 @@ from minitui.chat.sessions import Chats
 from minitui.chat.store import Store, StoreError
 from tests.support.chat_file import open_chats
 from tests.support.fake_client import END, START, ByteCodec, FakeSource
+from tests.support.waiting import until
 
 CODEC = ByteCodec()
 SYSTEM = "You explain inference engines. " * 3
@@ -35,9 +36,7 @@ async def chats_on(source: FakeSource, store: Store | None = None) -> Chats:
 
 
 async def answered(*sessions: Session) -> None:
-    async with asyncio.timeout(60):
-        while any(s.busy for s in sessions):
-            await asyncio.sleep(0.001)
+    await until(lambda: not any(session.busy for session in sessions))
 
 
 async def test_a_second_turn_begins_with_exactly_the_ids_of_the_first():
@@ -174,8 +173,7 @@ async def in_mid_answer(store: Store) -> tuple[Chats, Session]:
     chats = await chats_on(source, store)
     session = chats.new(SYSTEM)
     chats.send(session, "go on and on")
-    while len(session.messages[-1].text) < 5:
-        await asyncio.sleep(0.001)
+    await until(lambda: len(session.messages[-1].text) >= 5)
     return chats, session
 
 
@@ -322,8 +320,7 @@ async def test_when_the_engine_dies_the_answer_so_far_stays_and_says_so():
     chats = await chats_on(source)
     session = chats.new(SYSTEM)
     chats.send(session, "go on")
-    while not session.messages[-1].text:
-        await asyncio.sleep(0.001)
+    await until(lambda: session.messages[-1].text)
     source.die("the engine process ended by signal SIGKILL")
     await answered(session)
     assert session.state == "error"
@@ -332,8 +329,7 @@ async def test_when_the_engine_dies_the_answer_so_far_stays_and_says_so():
     assert [tone for _, tone in describe_answer(session.messages[-1])] == ["bad"], "no figures of a part of an answer"
     await source.restart(lambda progress: None)
     chats.retry(session)
-    while not session.messages[-1].text:
-        await asyncio.sleep(0.001)
+    await until(lambda: session.messages[-1].text)
     chats.cancel_all()
 
 
@@ -359,8 +355,7 @@ async def test_only_what_was_cancelled_here_is_said_to_be_cancelled():
     ended, cancelled, waiting = (chats.new(SYSTEM) for _ in range(3))
     for session in (ended, cancelled):
         chats.send(session, "go on")
-    while not (ended.messages[-1].text and cancelled.messages[-1].text):
-        await asyncio.sleep(0.001)
+    await until(lambda: ended.messages[-1].text and cancelled.messages[-1].text)
     source.abort(ended._stream)  # not by this chat
     chats.cancel(cancelled)
     await answered(ended, cancelled)

@@ -8,13 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.terminal import Terminal, python
+from tests.support.waiting import wait_until
 
 SCRIPT = Path(sys.executable).with_name("minitui")
 MINITUI = [str(SCRIPT)] if SCRIPT.exists() else python("-m", "minitui")
@@ -115,10 +115,7 @@ def test_a_killed_engine_is_told_at_once_and_starts_again(chat: Terminal):
     [engine] = engines(chat)
     os.kill(chat.process.pid, signal.SIGTERM)
     assert chat.ended() == 128 + signal.SIGTERM
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{engine}").exists():
-        assert time.monotonic() < deadline, "the engine outlived the application"
-        time.sleep(0.05)
+    wait_until(lambda: not Path(f"/proc/{engine}").exists(), "the engine outlived the application")
 
 
 def run(*arguments: str, home: Path, **options) -> subprocess.CompletedProcess[str]:

@@ -26,6 +26,7 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from minitui import tutor
 from minitui.chat.sessions import Chats
+from tests.support.waiting import until, wait_until
 
 LOOP = "{% for a in range(99999) %}"
 ENDLESS = LOOP * 3 + "{% endfor %}" * 3
@@ -76,14 +77,6 @@ def made() -> Iterator[Callable[[str], ChatTemplate]]:
     yield make
     for template in templates:
         template.stop()
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    end = time.monotonic() + PATIENCE
-    while not (found := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return found
 
 
 def renderers(of: int) -> list[psutil.Process]:
@@ -262,7 +255,7 @@ def test_a_process_serves_all_renderings_and_takes_over_after_one_that_died(made
     assert [template.render(VALUES) for _ in range(3)] == ["x"] * 3
     assert process.is_running()
     process.kill()
-    until(lambda: process.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: process.status() == psutil.STATUS_ZOMBIE)
     assert template.render(VALUES) == "x"
 
 
@@ -295,7 +288,7 @@ def test_a_rendering_can_be_stopped_and_so_can_those_that_wait_for_it(made: Any,
     threads = [threading.Thread(target=render) for _ in range(3)]
     for thread in threads:
         thread.start()
-    until(lambda: computing(os.getpid()))
+    wait_until(lambda: computing(os.getpid()))
     template.stop()
     for thread in threads:
         thread.join(PATIENCE)
@@ -310,7 +303,7 @@ def test_a_template_that_is_forgotten_leaves_no_process() -> None:
     assert template.render({}) == "ok"
     [process] = [one for one in renderers(os.getpid()) if one.pid not in before]
     del template
-    until(lambda: not process.is_running())
+    wait_until(lambda: not process.is_running())
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "rendering"])
@@ -323,13 +316,13 @@ def test_the_process_ends_with_its_parent_however_that_ends(busy: bool) -> None:
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     try:
-        [process] = until(lambda: renderers(parent.pid))
+        [process] = wait_until(lambda: renderers(parent.pid))
         if busy:
-            until(lambda: computing(parent.pid) or not process.is_running())
+            wait_until(lambda: computing(parent.pid) or not process.is_running())
     finally:
         parent.kill()
         parent.wait()
-    until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
 
 # ---- in the product
@@ -352,10 +345,7 @@ async def test_the_event_loop_goes_on_while_a_template_is_rendered_and_quitting_
     chats.use(Tokenizer(hostile_model(tmp_path, ENDLESS)))
     session = chats.new("")
     chats.send(session, "hello")
-    end = time.monotonic() + PATIENCE
-    while not computing(os.getpid()):
-        assert time.monotonic() < end
-        await asyncio.sleep(0.02)
+    await until(lambda: computing(os.getpid()))
     assert session.busy
     chats.cancel_all()
     assert session.state == "cancelled"
@@ -373,7 +363,7 @@ def test_ctrl_c_ends_ask_while_its_template_is_rendered(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job of a shell ignores ctrl+c
     )
     try:
-        until(lambda: process.poll() is not None or computing(process.pid))
+        wait_until(lambda: process.poll() is not None or computing(process.pid))
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=PATIENCE)
     finally:

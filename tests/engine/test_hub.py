@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from engine.hub.resolve import pace, resolve_model
 from minitui import tutor
 from minitui.cli import doctor
 from tests.support.fake_hub import REVISION, FakeHub
+from tests.support.waiting import wait_until
 
 NAME = "Org/Model-1B"
 INDEX = "model.safetensors.index.json"
@@ -251,10 +251,7 @@ def test_a_killed_download_is_resumed_by_the_next_start(hub: FakeHub, cache: Pat
     )
     try:
         assert hub.half_sent.wait(60)
-        deadline = time.monotonic() + 60
-        while set(cached_snapshots()[0].missing) != {SECOND}:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: set(cached_snapshots()[0].missing) == {SECOND})
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait(60)

@@ -40,6 +40,7 @@ from engine.worker.sampler import Drawn, Wants
 from minitui.tutor import model_dir
 from tests.support.models import VOCAB, Driver, eager, make_request, make_runner, plain_runner, reference, save
 from tests.support.ranks import ThreadRanks, run_in_threads
+from tests.support.waiting import ended, wait_until
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
@@ -399,22 +400,9 @@ def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
     workers = Workers(model, EngineConfig(device="cpu", tensor_parallel_size=2), tmp_path, lost.append)
     with pytest.raises(EngineError, match=r"holds neither model\.safetensors"):
         workers.meet()
-    end = time.monotonic() + 60
-    while not lost and time.monotonic() < end:  # a thread reports it
-        time.sleep(0.01)
+    wait_until(lambda: lost, "a thread reports it")
     workers.close()
-    assert len(lost) == 1 and not any(map(running, workers.pids))
-
-
-def running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def gone(pids: list[int], within: float) -> bool:
-    deadline = time.monotonic() + within
-    while any(map(running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(running, pids))
+    assert len(lost) == 1 and ended(workers.pids)
 
 
 async def test_two_processes_answer_as_one_and_none_outlives_the_other(tmp_path: Path) -> None:
@@ -455,7 +443,8 @@ async def test_two_processes_answer_as_one_and_none_outlives_the_other(tmp_path:
             async for _ in open_stream:
                 if len(open_stream.ids) == 2:
                     os.kill(worker.pid, signal.SIGKILL)
-        assert time.monotonic() - began < 30 and len(deaths) == 1 and gone([client.pid, worker.pid], 30)
+        assert time.monotonic() - began < 30 and len(deaths) == 1
+        wait_until(lambda: ended([client.pid, worker.pid]), "a rank lives on", 30)
 
         await client.restart()
         engine = client.pid
@@ -467,6 +456,6 @@ async def test_two_processes_answer_as_one_and_none_outlives_the_other(tmp_path:
         assert client._outbox is not None and len(pids) == 2
         with socket.socket(fileno=os.dup(client._outbox._connection.fileno())) as ours:
             ours.shutdown(socket.SHUT_RDWR)  # what is left of a parent that has died
-        assert gone(pids, 5), "a rank outlived the parent"
+        wait_until(lambda: ended(pids), "a rank outlived the parent", 5)
     finally:
         await client.close()

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from engine.process.stream import Stream
 from engine.text import early_tokenizer
 from engine.trace.state import State
 from minitui.tutor import model_dir
+from tests.support.waiting import ended, until, wait_until
 
 PROMPT = list(range(40, 100))
 
@@ -83,14 +83,6 @@ async def read(stream: Stream) -> Stream:
     async for _ in stream:
         pass
     return stream
-
-
-async def until(true: Callable[[], object], what: str) -> None:
-    """Wait for it, with patience: the machine may be busy."""
-    async with asyncio.timeout(60):
-        while not true():
-            await asyncio.sleep(0.01)
-    assert true(), what
 
 
 @shared
@@ -304,11 +296,7 @@ def test_the_engine_exits_when_its_parent_dies_for_any_reason(tmp_path: Path) ->
     ]
     engines = [int(parent.communicate(timeout=90)[0].split()[0]) for parent in parents]
     assert [parent.returncode for parent in parents] == [-signal.SIGKILL, 3]
-    deadline = time.monotonic() + 60
-    for pid in engines:
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline, "the engine outlived its parent"
-            time.sleep(0.05)
+    wait_until(lambda: ended(engines), "an engine outlived its parent")
 
 
 def test_an_engine_does_not_import_what_lies_in_the_current_directory(tmp_path: Path) -> None:

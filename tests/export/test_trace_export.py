@@ -34,6 +34,7 @@ from minitui.viewmodel.words.teller import RequestTeller, Teller
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.golden import GOLDEN, INFO, make_engine, play
 from tests.support.sampling import sampling
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -342,12 +343,10 @@ async def test_an_engine_is_told_live_and_a_server_is_watched() -> None:
     lines.clear()
     watched = FakeSource()
     watching = asyncio.create_task(tail_server(watched, lines.append, lambda info: ByteCodec()))
-    while not watched.info:
-        await asyncio.sleep(0.01)
+    await until(lambda: watched.info)
     async for _ in watched.submit(list(range(40)), SamplingParams(max_tokens=4, ignore_eos=True)):
         pass
-    while not any("r1 finished" in line for line in lines):
-        await asyncio.sleep(0.01)
+    await until(lambda: any("r1 finished" in line for line in lines))
     watched.die("the server went away")
     with pytest.raises(EngineDead, match="went away"):
         await watching

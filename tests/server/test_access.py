@@ -15,6 +15,7 @@ from engine.errors import EngineError
 from minitui.server.application import create_app
 from minitui.server.settings import Role, ServerSettings
 from tests.support.serving import Running
+from tests.support.waiting import wait_until
 
 PAGE, KEY = "https://class.example", "a-key-of-the-tests"
 TEXT = {"prompt": "The KV cache holds the keys", "add_special_tokens": False}
@@ -156,7 +157,7 @@ def test_head_is_get_without_the_body(server: Running) -> None:
     assert server.http.head("/nothing").status_code == 404 and server.http.head("/generate").status_code == 405
     watching = len(server.service.broadcast.watchers)
     assert server.http.head("/minitui/records").status_code == 200
-    server.wait_until(lambda: len(server.service.broadcast.watchers) <= watching, what="its stream lives on")
+    wait_until(lambda: len(server.service.broadcast.watchers) <= watching, "its stream lives on")
 
 
 def test_the_first_page_links_what_a_browser_can_show(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from engine.trace.records import Record, RecordLog
 from engine.trace.state import State
 from minitui.server.telemetry.broadcast import Broadcast
 from tests.support.simulation import SimulatedRunner, simulated
+from tests.support.waiting import until
 
 LIFETIME, IDLE, GAP = "kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds", "kv_block_reuse_gap_seconds"
 SHARED = [*range(1, 9)]  # two blocks
@@ -118,9 +119,7 @@ def test_lost_records_end_all_known_times(played: Played, lost: bool) -> None:
             for begin, prompt in ((10, [*SHARED, 20]), (20, [30]), (40, [*range(20, 50)])):
                 records = played.run(prompt, begin, begin)
                 client.records = records[1:] if lost and begin == 20 else records
-                async with asyncio.timeout(10):
-                    while source.state is None or source.state.seq < records[-1][0]:
-                        await asyncio.sleep(0.01)
+                await until(lambda: source.state is not None and source.state.seq >= records[-1][0])  # noqa: B023
         finally:
             await source.end()
 

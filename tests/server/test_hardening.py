@@ -24,6 +24,7 @@ from minitui.server.settings import Role, ServerSettings
 from tests.support.bodies import EXPLODING
 from tests.support.events import data_of
 from tests.support.serving import Open, Running, serving
+from tests.support.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "What is paging?"}]}
@@ -67,7 +68,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(server: Running) -> N
     server.post("/minitui/control", {"action": "pause"})
     opened = [Open(server.host.port, CHAT, {**ASK, "stream": True, "max_tokens": 2}) for _ in range(4)]
     try:
-        server.wait_until(lambda: len(server.snapshot()["requests"]) == 4)
+        wait_until(lambda: len(server.snapshot()["requests"]) == 4)
         refused = server.post(CHAT, ASK)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "queue_full"
@@ -84,11 +85,11 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(server: Running) -> N
 def test_a_disconnect_frees_everything_before_the_next_step(server: Running, stream: bool) -> None:
     server.wait_idle()
     running = Open(server.host.port, CHAT, {**LONG, "stream": stream})
-    server.wait_until(lambda: any(r["state"] == "running" for r in server.snapshot()["requests"].values()))
+    wait_until(lambda: any(r["state"] == "running" for r in server.snapshot()["requests"].values()))
     server.post("/minitui/control", {"action": "pause"})
     queued = Open(server.host.port, CHAT, {**LONG, "stream": stream})
     try:
-        server.wait_until(lambda: len(server.snapshot()["requests"]) == 2)
+        wait_until(lambda: len(server.snapshot()["requests"]) == 2)
         step = server.snapshot()["step"]
         running.socket.close()
         queued.socket.close()
@@ -227,7 +228,7 @@ def test_a_dead_engine_is_reported_and_restarted(server: Running) -> None:
         os.kill(server.service.client.pid or 0, signal.SIGKILL)
         with stream:
             assert b"engine_dead" in stream.read_until(b"[DONE]")
-        server.wait_until(lambda: server.get("/health").status_code == 503)
+        wait_until(lambda: server.get("/health").status_code == 503)
         assert server.get("/health").json()["status"] == "restarting"
         assert server.get("/ready").status_code == 503
         refused = server.post(CHAT, ASK)
@@ -236,7 +237,7 @@ def test_a_dead_engine_is_reported_and_restarted(server: Running) -> None:
     finally:
         EngineClient.restart = slept  # type: ignore[method-assign]
         go_on.set()
-    server.wait_until(lambda: server.get("/ready").status_code == 200, 30)
+    wait_until(lambda: server.get("/ready").status_code == 200)
     assert server.service.broadcast.engine_count == before + 1
     assert server.post(CHAT, {**ASK, "max_tokens": 2}).status_code == 200
     assert server.metric("minitui_engine_restarts_total") == 1
@@ -246,12 +247,12 @@ def test_health_notices_an_engine_that_does_not_answer(server: Running) -> None:
     pid = server.service.client.pid or 0
     os.kill(pid, signal.SIGSTOP)
     try:
-        server.wait_until(lambda: server.get("/health").json()["status"] == "stalled", 45)
+        wait_until(lambda: server.get("/health").json()["status"] == "stalled")
         assert server.get("/health").status_code == 503 and server.get("/health").json()["silent_s"] >= 5
         assert server.get("/ready").status_code == 503
     finally:
         os.kill(pid, signal.SIGCONT)
-    server.wait_until(lambda: server.get("/ready").status_code == 200, 30)
+    wait_until(lambda: server.get("/ready").status_code == 200)
 
 
 def test_health_reports_a_long_step_and_fails_only_after_a_minute(server: Running, monkeypatch: Any) -> None:
@@ -283,10 +284,9 @@ def test_sigterm_ends_server_and_engine_in_time(tmp_path: Path) -> None:
         assert len(children) == 2, "the engine, and the process that renders templates"
         with Open(port, CHAT, {**LONG, "stream": True}) as stream, Open(port, CHAT, {**ASK, "guided_json": EXPLODING}):
             stream.read_until(b"content")
-            deadline = time.monotonic() + 60
-            while len(children) == 2 and time.monotonic() < deadline:
-                children = psutil.Process(process.pid).children(recursive=True)
-            assert len(children) > 2, "no process compiles the grammar"
+            server = psutil.Process(process.pid)
+            wait_until(lambda: len(server.children(recursive=True)) > 2, "no process compiles the grammar")
+            children = server.children(recursive=True)
             process.terminate()
             assert process.wait(40) == 0  # half a second for the answers, then the engine process ends
             assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]

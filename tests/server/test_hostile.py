@@ -19,6 +19,7 @@ import pytest
 
 from minitui.server.settings import Role
 from tests.support.serving import Open, Running
+from tests.support.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
 MIB = 1 << 20
@@ -30,8 +31,8 @@ NAN, INF = float("nan"), float("inf")
 def unharmed(server: Running, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
     assert server.get("/health").json()["status"] == "ok"
-    server.wait_until(lambda: server.service.open == 0, what="a place in the queue was not given back")
-    server.wait_until(lambda: sum(server.state().holders) == 0, what="blocks were not given back")
+    wait_until(lambda: server.service.open == 0, "a place in the queue was not given back")
+    wait_until(lambda: sum(server.state().holders) == 0, "blocks were not given back")
     assert not [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR], "an error nobody foresaw"
 
 
@@ -648,7 +649,7 @@ def test_a_slow_head_times_out(server: Running, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_half_closed_connection_counts_as_a_disconnect(server: Running, stream: bool) -> None:
     with Open(server.host.port, CHAT, {**ASK, "stream": stream, "max_tokens": 3000, "ignore_eos": True}) as request:
-        server.wait_until(lambda: server.snapshot()["requests"])
+        wait_until(lambda: server.snapshot()["requests"])
         request.socket.shutdown(socket.SHUT_WR)
         server.wait_idle()
 
@@ -673,7 +674,7 @@ def test_of_too_many_connections_the_oldest_idle_are_closed_and_no_reply(
                     pass
         server.post("/generate", {"prompt": "x", "max_tokens": 1})
         assert any('"submit"' in line for line in lines), "the watcher was cut off"
-    server.wait_until(lambda: len(server.service.connections) < 10)
+    wait_until(lambda: len(server.service.connections) < 10)
 
 
 def test_requests_in_a_row_on_one_connection_are_answered_in_their_order(server: Running) -> None:

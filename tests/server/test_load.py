@@ -20,6 +20,7 @@ from minitui.bench.load import LoadOptions, find_rate, load, measure, poisson, r
 from minitui.bench.load_figures import Outcome, found_rate, read_result, report, side_by_side, spread, summarise
 from minitui.goals import goals_of
 from tests.support.serving import Running, serving
+from tests.support.waiting import wait_until
 
 WAITING, RUNNING = 12, 4
 
@@ -147,8 +148,8 @@ def test_a_run_reports_the_same_counts_as_the_server(server: Running) -> None:
     figures = run(server, requests=10, rate=50, shared_words=60, output_tokens=12)
     assert figures["answered"] == 10 and figures["output_tokens"] == 120 and figures["model"] == "tutor"
     server.wait_idle()
-    server.wait_until(lambda: server.metric("vllm:generation_tokens_total") - before["generation_tokens"] == 120)
-    server.wait_until(
+    wait_until(lambda: server.metric("vllm:generation_tokens_total") - before["generation_tokens"] == 120)
+    wait_until(
         lambda: server.metric("vllm:prompt_tokens_total") - before["prompt_tokens"] == figures["prompt_tokens"]
     )
     assert figures["cached_tokens"] > figures["prompt_tokens"] / 3, "the shared beginning was not found in the cache"

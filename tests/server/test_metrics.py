@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.metrics.metrics import Metrics
 from engine.trace.views import RequestView, Waste
 from tests.support.serving import Running
+from tests.support.waiting import wait_until
 
 # The queries of vLLM's and Ray's Grafana dashboards, without those for hardware and for features that minitui lacks
 # (transfers between machines, offloading, LoRA, mixture-of-experts balancing).
@@ -70,7 +71,7 @@ def test_the_values_match_the_requests(server: Running) -> None:
     usages = [server.post("/v1/completions", {**body, "n": n}).json()["usage"] for n in (1, 3)]
     drawn = sum(usage["completion_tokens"] for usage in usages)
     assert drawn == 24 and usages[1]["prompt_tokens_details"]["cached_tokens"] > 0
-    server.wait_until(lambda: figures(server, *names)["request_success_total"] == before["request_success_total"] + 4)
+    wait_until(lambda: figures(server, *names)["request_success_total"] == before["request_success_total"] + 4)
     got = {name: value - before[name] for name, value in figures(server, *names).items()}
     length = usages[0]["prompt_tokens"]
     assert got["generation_tokens_total"] == drawn

@@ -17,6 +17,7 @@ from minitui.server.responses.tools import Tool, functions
 from minitui.server.settings import Role
 from tests.support.events import events_of
 from tests.support.serving import Running
+from tests.support.waiting import wait_until
 
 URL = "/v1/responses"
 QUESTION = "What is the KV cache?"
@@ -377,7 +378,7 @@ def test_a_dropped_stream_frees_its_blocks_and_is_not_stored(server: Running) ->
         lines = answer.iter_lines()
         assert next(lines) == "event: response.created"
         name = json.loads(next(lines).partition(": ")[2])["response"]["id"]
-        server.wait_until(lambda: server.snapshot()["requests"])
+        wait_until(lambda: server.snapshot()["requests"])
     server.wait_idle()
     assert server.get(f"{URL}/{name}").status_code == 404
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.bodies import EXPLODING, ROUTES, bodies, filled
 from tests.support.serving import Running
+from tests.support.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "What is paging?"}], "max_tokens": 2}
@@ -133,7 +134,7 @@ def test_health_tells_of_texts_that_wait_for_their_encoding(server: Running, mon
     go = threading.Event()
     stuck = asyncio.run_coroutine_threadsafe(server.service.in_thread(go.wait, 30), server.loop)
     try:
-        server.wait_until(lambda: server.get("/health").status_code == 503)
+        wait_until(lambda: server.get("/health").status_code == 503)
         assert server.get("/health").json()["status"] == "busy"
     finally:
         go.set()

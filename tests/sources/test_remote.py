@@ -19,6 +19,7 @@ from engine.params import PARAMETERS, SamplingParams
 from engine.trace.state import State
 from minitui.server.settings import Role, ServerSettings
 from tests.support.serving import Running
+from tests.support.waiting import until, wait_until
 
 pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
 pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
@@ -110,9 +111,8 @@ async def test_a_fault_in_following_the_records_is_logged_and_the_state_found_ag
     monkeypatch.setattr(server.service.metrics, "observe", faulty)
     async for _ in source.submit(PROMPT, greedy(4)):
         pass
-    async with asyncio.timeout(60):
-        while faults or broadcast.state is None or broadcast.state.seq != (await engine_snapshot(server))["seq"]:
-            await asyncio.sleep(0.05)
+    while faults or broadcast.state is None or broadcast.state.seq != (await engine_snapshot(server))["seq"]:
+        await asyncio.sleep(0.05)
     assert "do not fit its state" in caplog.text
 
 
@@ -177,12 +177,7 @@ async def test_a_lost_connection_is_made_again_and_the_gap_shows(server: Running
     await asyncio.to_thread(server.call, cut())
     async for _ in source.submit(PROMPT, greedy(5)):  # while the record stream is closed
         pass
-    news: list[Any] = []
-    async with asyncio.timeout(60):
-        while not any(record[0] > seen for record in news):
-            news += source.drain_records()
-            await asyncio.sleep(0.02)
-    later = [record for record in news if record[0] > seen]
+    later = await until(lambda: [record for record in source.drain_records() if record[0] > seen])
     assert later[0][0] > seen + 1, "the gap did not show"
     snapshot = await source.snapshot()
     state = State.from_snapshot(snapshot)
@@ -203,7 +198,7 @@ async def test_another_engine_behind_the_server_is_a_gap_too(server: Running, so
     with pytest.raises(EngineDead):
         async for _ in stream:
             pass
-    await asyncio.to_thread(server.wait_until, lambda: server.get("/ready").status_code == 200, 30)
+    await asyncio.to_thread(wait_until, lambda: server.get("/ready").status_code == 200)
     old = state.seq
     snapshot = await source.snapshot()
     assert snapshot["seq"] > old, "numbers went back: a reader would skip what comes"
@@ -226,9 +221,8 @@ async def test_the_gate_opens_when_the_watcher_that_closed_it_disconnects(server
             await stranger.post("/minitui/control", json={"action": "step"})
         await asyncio.sleep(0.2)
         assert (await engine_snapshot(server))["gate"] == "closed"
-    async with asyncio.timeout(60):
-        while (await engine_snapshot(server))["gate"] == "closed":
-            await asyncio.sleep(0.02)
+    while (await engine_snapshot(server))["gate"] == "closed":
+        await asyncio.sleep(0.02)
 
 
 async def test_several_watch_one_engine(server: Running, tmp_path: Path) -> None:
@@ -361,10 +355,8 @@ async def test_the_prefix_doctor_watches_a_server(server: Running, tmp_path: Pat
 
     path = tmp_path / "watched.trace"
     watching = asyncio.create_task(watch(server.url, path, None))
-    async with asyncio.timeout(60):
-        while not path.exists():  # it is made when the first state has arrived
-            assert not watching.done(), watching.exception()
-            await asyncio.sleep(0.02)
+    await until(lambda: path.exists() or watching.done())  # it is made when the first state has arrived
+    assert not watching.done(), watching.exception()
     async with connected(server, tmp_path) as source:
         prompt = [150, *range(60, 140)]
         for end in ([41, 42], [43, 44]):

@@ -17,6 +17,7 @@ from minitui.chat.sessions import Chats
 from minitui.chat.store import Store
 from tests.support.fake_openai import FakeServer
 from tests.support.serving import Running
+from tests.support.waiting import until
 
 pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
 
@@ -141,9 +142,8 @@ async def two_turns(url: str, model: str = "") -> tuple[Any, Any]:
 async def test_a_chat_through_the_openai_endpoints_of_our_own_server(server: Running) -> None:
     source, chat = await two_turns(server.url)
     assert "key" in chat.messages[1].text and chat.messages[3].metrics["prompt_tokens"] > 20
-    async with asyncio.timeout(60):
-        while not source.metrics.hit_rate or source.metrics.running != 0:  # the page may still be that of before
-            await asyncio.sleep(0.1)
+    # The page may still be that of before.
+    await until(lambda: source.metrics.hit_rate and source.metrics.running == 0)
     assert source.metrics.cache_use == 0
     prompt = source.codec.apply_chat_template([{"role": "user", "content": "x"}])
     long = source.submit(prompt, SamplingParams(max_tokens=3000))
@@ -291,13 +291,6 @@ async def test_the_application_chats_and_shows_the_metrics_in_a_line(server: Run
     chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=30))
     app = ForeignApp(source, chats, Settings(), system="Answer briefly.", known_questions=[], speaker="model")
     async with app.run_test(size=(120, 36)) as pilot:
-
-        async def until(true: Any) -> None:
-            for _ in range(300):
-                if true():
-                    return
-                await pilot.pause(0.05)
-            raise AssertionError("it did not happen in time")
 
         await until(lambda: source.info)
         app.ask_question("What is the KV cache?")

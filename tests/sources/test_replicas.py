@@ -22,6 +22,7 @@ from minitui.sources.routing import FEW, capacity, order, rank
 from tests.sources.test_remote_foreign import SGLANG, VLLM
 from tests.support.fake_openai import FakeServer
 from tests.support.serving import Running
+from tests.support.waiting import until
 
 pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
 
@@ -112,12 +113,6 @@ async def ask(chats: Chats, chat: Any, question: str = "Q") -> Any:
     chats.send(chat, question)
     await asyncio.wait_for(chat._task, 60)
     return chat.messages[-1]
-
-
-async def until(true: Any, seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not true():
-            await asyncio.sleep(0.01)
 
 
 def home(source: Any, chat: Any, servers: tuple[FakeServer, ...]) -> tuple[Any, FakeServer, Any]:

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from engine.config import EngineConfig
 from engine.trace.state import State
 from minitui.server.settings import ServerSettings
 from minitui.tutor import model_dir
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from minitui.server.command import Host
@@ -52,16 +52,10 @@ class Running:
     def snapshot(self) -> dict[str, Any]:
         return self.call(self.service.client.snapshot())
 
-    def wait_until(self, condition: Any, seconds: float = 60.0, what: str = "") -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, what or "it did not happen in time"
-            time.sleep(0.01)
-
     def wait_idle(self) -> None:
         """Until no request holds anything, here and in the engine."""
-        self.wait_until(lambda: self.service.open == 0, what="a place in the queue was not given back")
-        self.wait_until(lambda: not self.snapshot()["requests"], what="the engine still works for somebody")
+        wait_until(lambda: self.service.open == 0, "a place in the queue was not given back")
+        wait_until(lambda: not self.snapshot()["requests"], "the engine still works for somebody")
 
     def metric(self, name: str) -> float:
         """The sum of a metric's values, over its labels."""
@@ -153,7 +147,7 @@ def through_proxy(running: Running, log: Path) -> Iterator[str]:
     front = running.call(start())
     try:
         yield f"http://127.0.0.1:{front.sockets[0].getsockname()[1]}"
-        running.wait_until(lambda: not passing.open, 30, "an answer has not ended")
+        wait_until(lambda: not passing.open, "an answer has not ended")
     finally:
         running.call(stop())
         written.close()

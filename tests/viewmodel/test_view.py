@@ -27,6 +27,7 @@ from minitui.viewmodel.words.story import tell
 from tests.support.lanes import codes
 from tests.support.loads import TIGHT, empty_state, empty_view
 from tests.support.simulated import LiveStress
+from tests.support.waiting import until
 
 
 def followed(load: Load, steps: int, seed: int = 0) -> tuple[Stress, View, list]:
@@ -597,7 +598,5 @@ async def test_a_backlog_is_folded_between_frames_and_keys_come_first(monkeypatc
     await asyncio.sleep(0.02)  # enough for many slices
     assert feed.backlog == waited, "a key was pressed: its echo comes first"
     now += AFTER_KEY_S
-    async with asyncio.timeout(60):
-        while feed.backlog:
-            await asyncio.sleep(0.001)
+    await until(lambda: not feed.backlog)
     assert feed.steps_behind == 0 and feed.view.history.live.state.seq == stress.log.seq and not feed.dropped

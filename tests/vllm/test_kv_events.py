@@ -10,7 +10,7 @@ import lzma
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from minitui.trace.check import Follower
 from minitui.tutor import model_dir
 from tests.support.fake_openai import FakeServer
 from tests.support.paths import ROOT
+from tests.support.waiting import until
 from tests.vllm.test_recorded import free_ports
 
 pytest.importorskip("zmq", reason="the extra 'vllm' is not installed")
@@ -140,12 +141,6 @@ async def attached(replays: bool, *before: Any) -> AsyncIterator[tuple[Publisher
         await source.close()
         await api.kill()
         await publisher.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def texts(source: KvSource) -> list[list[int]]:
@@ -642,9 +637,7 @@ async def test_the_screen_shows_the_texts_the_pool_and_what_is_missing() -> None
     source = KvSource(api.url, publisher.address, tokenizer=str(model_dir()))
     app = CacheApp(source, Chats(source), Settings(), system="")
     async with app.run_test(size=(120, 40)) as pilot:
-        async with asyncio.timeout(60):
-            while "16 tokens" not in shown(app):
-                await pilot.pause(0.02)
+        await until(lambda: "16 tokens" in shown(app))
         picture = shown(app)
         assert "40 blocks of 4 tokens" in picture and "25 %" in picture and "--scheduler-cls" in picture
         assert "Not shown: blocks outside" in picture and "evictable" not in picture

@@ -10,8 +10,7 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from tests.support.fake_openai import FakeServer
 from tests.support.vllm_direct import Direct, watch_steps
 from tests.support.vllm_played import FACTS_EVERY, make_scheduler, messages_of, play, recorded
 from tests.support.vllm_versions import IMPORTS, packages_of
+from tests.support.waiting import until, wait_until
 
 PROMPT = list(range(40, 100))
 
@@ -253,9 +253,7 @@ async def test_a_chat_with_vllm_is_the_request_in_the_panels(tmp_path: Path, to_
         assert source.info.engine == "vLLM 0.0" and (Path(source.info.model_dir) / "tokenizer.json").is_file()
         state = State.from_snapshot(await source.snapshot())
         stream = source.submit(PROMPT, SamplingParams(temperature=0, max_tokens=3), group="0a1b2c3d")
-        async with asyncio.timeout(60):
-            while not beside.api.asked:
-                await asyncio.sleep(0.01)
+        await until(lambda: beside.api.asked)
         body, head = beside.api.asked[0], beside.api.heads[-1]
         assert body["prompt"] == PROMPT and (body["temperature"], body["max_tokens"]) == (0, 3)
 
@@ -367,12 +365,6 @@ async def has_request(source: Any) -> None:
         await asyncio.sleep(0.01)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def test_an_engine_without_an_endpoint_is_watched(tmp_path: Path) -> None:
     """As on a second machine (--headless)."""
     async with beside_vllm() as beside:
@@ -405,10 +397,8 @@ async def test_the_telemetry_hides_texts_and_needs_the_key(tmp_path: Path, monke
         admission = ("cmpl-1", 0, [1, 2, 3, 4], 60, [])
         events = [("c", ["cmpl-1"], [0], [3])]
         beside.send("schedule", 0.002, 0.003, 0, events, [admission], [], [], [("cmpl-1", 60)], {}, 60, 1, 0, None)
-        nodes: dict[int, Any] = {}
-        async with asyncio.timeout(60):
-            while not nodes:
-                nodes = (await source.snapshot())["nodes"]
+        while not (nodes := (await source.snapshot())["nodes"]):
+            await asyncio.sleep(0.01)
         [leaf] = nodes.values()
         assert leaf["blocks"] == [1, 2, 3] and len(set(leaf["ids"])) == 1
 
@@ -446,7 +436,7 @@ def test_the_recording_is_closed_when_vllm_is_killed(tmp_path: Path, killed: str
         said = {vllm.stdout.readline() for _ in range(2)}
         assert b"sent\n" in said
         [other] = said - {b"sent\n"}
-        wait_for(lambda: path.exists() and path.stat().st_size > 0, 60)
+        wait_until(lambda: path.exists() and path.stat().st_size > 0)
         if killed == "all processes":
             for process in psutil.Process(vllm.pid).children(recursive=True):
                 process.kill()
@@ -457,7 +447,7 @@ def test_the_recording_is_closed_when_vllm_is_killed(tmp_path: Path, killed: str
             return TraceReader(path).complete
         return False
 
-    wait_for(complete, 60)
+    wait_until(complete)
     assert TraceReader(path).last_step > 100
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(other)).kill()
@@ -517,12 +507,13 @@ ONE_LINE = """
 import os
 import sys
 from minitui.vllm.pipe import Pipe
-from tests.vllm.test_recorded import INFO, wait_for
+from tests.support.waiting import wait_until
+from tests.vllm.test_recorded import INFO
 
 pipe = Pipe()
 pipe.send(("init", 0.0, {**INFO, "telemetry_port": int(sys.argv[1])}))
 pipe.flush()
-wait_for(lambda: pipe.reason_given, 60)
+wait_until(lambda: pipe.reason_given)
 """
 
 
@@ -588,12 +579,3 @@ async def test_messages_that_do_not_fit_end_the_watcher_after_some_questions(
         await until(lambda: any("any more" in record.message for record in caplog.records))
     asked = [record for record in caplog.records if "asks for its state" in record.message]
     assert len(asked) == 10, "one line for each question, and then no more"
-
-
-def wait_for(condition: Callable[[], Any], seconds: float) -> Any:
-    """Returns the condition's first value that is true."""
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
-    return value

@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from tests.support.waiting import until
 
 pytest.importorskip("textual_serve", reason="the extra 'web' is not installed")
 pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
@@ -69,13 +71,6 @@ async def ask(port: int, request: str) -> tuple[int, str]:
         body = b"" if status == 101 else await reader.read(1 << 16)
     writer.close()
     return status, (head + body).decode("utf-8", "replace")
-
-
-async def until(true: Callable[[], Any], what: str = "it did not happen") -> None:
-    async with asyncio.timeout(90):
-        while not true():
-            await asyncio.sleep(0.02)
-    assert true(), what
 
 
 HERE = "127.0.0.1:PORT"

@@ -17,6 +17,7 @@ from textual.widgets import Static
 from engine.errors import EngineError
 from minitui.web.mirror import MAX_UNREAD, Application, Mirror, Viewer
 from minitui.web.mirror_driver import MirrorDriver
+from tests.support.waiting import until
 
 
 class Tab:
@@ -51,12 +52,6 @@ async def stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Mirror, 
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
-
-
-async def until(true: Any) -> None:
-    async with asyncio.timeout(60):
-        while not true():
-            await asyncio.sleep(0.005)
 
 
 async def test_late_viewers_share_one_keyframe_of_the_whole_screen(stage: Any) -> None:

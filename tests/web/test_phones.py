@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import until
+
 pytest.importorskip("textual_serve", reason="the extra 'web' is not installed")
 pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
 
@@ -65,16 +67,12 @@ async def test_one_vote_for_each_phone_and_the_newest_counts(monkeypatch: pytest
         for phone, choice in zip(phones, (0, 1, 1, 2), strict=True):
             assert await vote(client, phone, {"number": 7, "choice": choice}) == 204
         assert await vote(client, phones[3], {"number": 7, "choice": 1}) == 204
-        async with asyncio.timeout(20):
-            while not sent or sent[-1].get("counts") != [1, 3, 0]:
-                await asyncio.sleep(0.01)
+        await until(lambda: sent and sent[-1].get("counts") == [1, 3, 0])
         assert sent[-1] == {"type": "counts", "number": 7, "counts": [1, 3, 0], "phones": 0}
         application._published(state(8))
         assert await vote(client, phones[0], {"number": 7, "choice": 0}) == 409, "the question is closed"
         assert await vote(client, phones[0], {"number": 8, "choice": 2}) == 204
-        async with asyncio.timeout(20):
-            while sent[-1].get("counts") != [0, 0, 1]:
-                await asyncio.sleep(0.01)
+        await until(lambda: sent[-1].get("counts") == [0, 0, 1])
 
 
 @pytest.mark.parametrize(("body", "headers", "status"), [

@@ -24,6 +24,7 @@ import pytest
 
 from minitui.trace.reader import TraceReader
 from tests.support.serving import Running
+from tests.support.waiting import until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -88,10 +89,7 @@ class Browser:
         return "\n".join(line.rstrip() for line in self._terminal.display)
 
     async def until(self, text: str, seconds: float = 90.0) -> None:
-        deadline = time.monotonic() + seconds
-        while text not in self.words:
-            assert time.monotonic() < deadline, f"{text!r} was not shown; there stands:\n{self.words.rstrip()}"
-            await asyncio.sleep(0.1)
+        await until(lambda: text in self.words, f"{text!r} was not shown", seconds)
 
 
 @contextlib.asynccontextmanager
@@ -107,11 +105,8 @@ async def browser(url: str, profile: Path) -> AsyncIterator[Browser]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         port_file = profile / "DevToolsActivePort"
-        async with asyncio.timeout(90):
-            while not (port_file.is_file() and port_file.read_text().strip()):
-                assert process.poll() is None, "Chromium ended"
-                await asyncio.sleep(0.1)
-        port = port_file.read_text().split()[0]
+        words = await until(lambda: port_file.is_file() and port_file.read_text().split(), "Chromium did not start", 90)
+        port = words[0]
         async with aiohttp.ClientSession() as http:
             pages = await (await http.get(f"http://127.0.0.1:{port}/json/list")).json()
             page = next(p for p in pages if p["type"] == "page")

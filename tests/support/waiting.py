@@ -1,0 +1,36 @@
+"""Waiting for a condition. The machine may be busy, so a test never waits for a fixed time."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import psutil
+
+PATIENCE = 60.0  # seconds
+
+
+async def until(true: Callable[[], Any], what: str = "it did not happen in time", seconds: float = PATIENCE) -> Any:
+    """Returns the first true value of `true()`, which may be awaitable. AssertionError with `what` after `seconds`."""
+    end = time.monotonic() + seconds
+    while not (found := await value if inspect.isawaitable(value := true()) else value):
+        assert time.monotonic() < end, what
+        await asyncio.sleep(0.005)
+    return found
+
+
+def wait_until(true: Callable[[], Any], what: str = "it did not happen in time", seconds: float = PATIENCE) -> Any:
+    """As `until`, without an event loop."""
+    end = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+    return found
+
+
+def ended(pids: Iterable[int]) -> bool:
+    """Returns True if none of these processes runs; a zombie does not run."""
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
