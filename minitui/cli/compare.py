@@ -39,7 +39,7 @@ def compare(
     what: Annotated[
         list[str] | None,
         typer.Argument(
-            help="cache, batching, chunked-prefill, speculation, allocation or pool; or two recordings. "
+            help="cache, batching, chunked-prefill, fairness, speculation, allocation or pool; or two recordings. "
             "Default: list them.",
             metavar="[NAME | A.trace B.trace]",
         ),

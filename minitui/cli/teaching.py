@@ -47,6 +47,7 @@ def demo(
       minitui demo shared-prefix     four chats share the blocks of one system prompt
       minitui demo cache             the same six requests with the prefix cache off and on
       minitui demo chunked-prefill   a long prompt while other replies run: in one step and in chunks
+      minitui demo fairness          a long prompt and many short ones while replies run: with a target for gaps
       minitui demo eviction          a full pool: predict whose blocks are evicted
       minitui demo preemption        a pool that is too small: predict which request is preempted
       minitui demo fork              one conversation with four continuations

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from engine.config import EngineConfig
-from minitui.teaching.contrasts import CONTRASTS, LENGTHS, WRITERS, Contrast, ask_again
+from minitui.teaching.contrasts import BUSY, CONTRASTS, LENGTHS, SHORT, WRITERS, Contrast, ask_again
 from minitui.teaching.figures import Figures
 from minitui.teaching.recorded_steps import recorded_device
 from minitui.teaching.stage import Stage
@@ -17,10 +19,11 @@ async def _first(stage: Stage, contrast: Contrast) -> Figures:
     return await _worked(stage, contrast)
 
 
-async def _second(stage: Stage, contrast: Contrast) -> Figures:
-    """Does the work under the second setting, in another engine, and shows both runs side by side."""
-    await stage.other_engine(**contrast.second.options)
-    await stage.begin_run(contrast.second.name)
+async def _second(stage: Stage, contrast: Contrast, name: str = "", **options: Any) -> Figures:
+    """Does the work under the second setting, in another engine, and shows both runs side by side. `name`, `options`:
+    instead of the setting's own."""
+    await stage.other_engine(**contrast.second.options | options)
+    await stage.begin_run(name or contrast.second.name)
     figures = await _worked(stage, contrast)
     stage.look("compare")
     return figures
@@ -114,6 +117,51 @@ async def chunked_prefill(stage: Stage) -> None:
         f"{stage.bars(rows)}\n"
         f"The first token of the long prompt itself came after {duration(in_chunks)} instead of {duration(whole)}"
         f", in {chunks} steps instead of one."
+    )
+
+
+# ---- fairness
+
+
+def _beside(stage: Stage) -> tuple[float, list[float], float]:
+    """Returns the longest gap of the writing chats beside prompts, the times to the first token of the short questions,
+    and that of the long prompt, in ms."""
+    run = Run(stage.view)
+    rows = [stage.view.history.steps.get(step) for step in range(run.first, run.last + 1)]
+    gaps = [row.took_ms for row in rows if row is not None and row.chunks and row.tokens > row.prefill_tokens]
+    pasted, *short = (sum(lane.ttft) for lane in run.lanes[BUSY:] if lane.ttft is not None)
+    return max(gap for gap in gaps if gap is not None), short, pasted
+
+
+async def fairness(stage: Stage) -> None:
+    """Computes a long prompt and many short ones while chats write, without and with a target for gaps."""
+    contrast = CONTRASTS["fairness"]
+    stage.say(
+        f"{BUSY} chats write. Then a user pastes a long text, and {SHORT} others ask short questions, all at the same "
+        "moment."
+    )
+    await stage.pause(1.5)
+    figures = await _first(stage, contrast)
+    usual, (without, _, soon) = figures.decode_step_ms[BUSY], _beside(stage)
+    target = round(1.7 * usual, 1)
+    stage.say(
+        f"The writing chats usually get a token every {duration(usual)}. Beside the prompts, their longest gap was "
+        f"{duration(without)}, {without / usual:.0f} times as long. Now the same with --max-gap-ms {target:g}: a step "
+        "computes as many prompt tokens as fit into this time, as measured, and a long prompt leaves half of them to "
+        "short ones."
+    )
+    await _second(stage, contrast, f"target of {target:g} ms", max_gap_ms=target)
+    longest, waits, late = _beside(stage)
+    mean, most = sum(waits) / len(waits), max(waits)
+    rows = [
+        ("no target", without, f"{duration(without)}, {without / usual:.1f} times the usual gap"),
+        ("target", longest, f"{duration(longest)}, {longest / usual:.1f} times"),
+    ]
+    stage.say(
+        f"The longest gap of a writing chat beside the prompts:\n{stage.bars(rows)}\n"
+        f"The short questions passed the long text. They waited {duration(mean)} on average and {duration(most)} at "
+        f"most, {most / mean:.1f} times the average. The long text got its first token after {duration(late)} instead "
+        f"of {duration(soon)}."
     )
 
 

@@ -23,6 +23,7 @@ LENGTHS = (12, 110, 12, 12, 96, 12, 16, 20)  # tokens of the replies: in each fo
 EQUAL = 24  # tokens of each reply, where all have the same length
 WRITERS = 3
 PASTED_LINES, PASTED = 40, 711  # of the long prompt: lines of its text, and tokens
+BUSY, SHORT = 8, 16  # chats that write, and short questions, beside a long prompt
 PIECE, PIECES = 192, 4  # one-piece allocation: tokens of a piece, and pieces in the memory
 
 
@@ -95,6 +96,20 @@ async def long_paste(stage: Stage) -> list[Session]:
     await stage.watch(3, seconds=0.25)
     await stage.answers([*writers, pasted])
     return [*writers, pasted]
+
+
+async def storm(stage: Stage) -> list[Session]:
+    """Chats write, and then a long prompt and many short questions arrive at the same moment."""
+    await stage.gate()
+    writers = await stage.write_all((QUESTIONS * 2)[:BUSY], [120] * BUSY, system="")
+    stage.look("inspect")
+    await stage.run_steps(20)
+    pasted = stage.chat("", "the paste", max_tokens=4, whole=True)
+    await stage.ask(pasted, paste(PASTED_LINES))
+    asking = await stage.write_all((QUESTIONS * 3)[:SHORT], [4] * SHORT, system="")
+    await stage.watch(4, seconds=1.0)
+    await stage.answers([*writers, pasted, *asking])
+    return [*writers, pasted, *asking]
 
 
 async def eight_replies(stage: Stage) -> list[Session]:
@@ -170,6 +185,12 @@ CONTRASTS = {
         Setting("whole prefill", {"enable_chunked_prefill": False}),
         Setting("chunked prefill", {"enable_chunked_prefill": True}),
         48, {"kv_blocks": 128, "max_num_batched_tokens": 64, "no_prefix_caching": True},
+    ),
+    "fairness": Contrast(
+        f"a long prompt and {SHORT} short questions beside {BUSY} running replies, without and with a target for gaps",
+        storm,
+        Setting("no target", {}), Setting("target of 10 ms", {"max_gap_ms": 10.0}),
+        120, {"kv_blocks": 512, "max_num_batched_tokens": 512, "no_prefix_caching": True},
     ),
     "speculation": Contrast(
         "a chat asks the same question twice, without and with drafts copied from its text", asked_twice,

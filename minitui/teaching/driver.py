@@ -151,6 +151,12 @@ class Driver:
             await self.until(f"step {last + 1}", partial(self._ended_after, last))
             await self.pause(seconds)
 
+    async def run_steps(self, n: int) -> None:
+        """Runs `n` steps of running requests one after the other, so that their times are those of a busy engine."""
+        last = self.state().step
+        await self.source.control("step", n=n)
+        await self.until(f"step {last + n}", partial(self._ended_after, last + n - 1))
+
     async def watch(self, n: int, seconds: float) -> None:
         """Runs `n` steps with a pause of `seconds` after each. Without pauses, runs none: the user sees no steps."""
         if self.beat:

@@ -15,7 +15,7 @@ from typing import Any
 from engine.errors import EngineError
 from engine.trace.views import CACHED, FREE, SHARED, NodeView
 from minitui.chat.conversation import Session
-from minitui.teaching.contrast_scenarios import batching, cache_on_off, chunked_prefill, speculation
+from minitui.teaching.contrast_scenarios import batching, cache_on_off, chunked_prefill, fairness, speculation
 from minitui.teaching.contrasts import CONTRASTS, QUESTIONS, paste
 from minitui.teaching.hybrid import INTERVAL, OPTIONS, hybrid
 from minitui.teaching.stage import Stage
@@ -294,6 +294,9 @@ DEMOS = {
     "cache": _of("cache", "the same six requests with the prefix cache off and on", cache_on_off),
     "chunked-prefill": _of(
         "chunked-prefill", "a long prompt while other replies run: in one step and in chunks", chunked_prefill
+    ),
+    "fairness": _of(
+        "fairness", "a long prompt and many short ones while replies run, without and with a target for gaps", fairness
     ),
     "eviction": Demo("a full pool: predict whose blocks are evicted", eviction, 24, {"kv_blocks": 18}),
     "preemption": Demo(

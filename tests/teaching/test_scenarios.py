@@ -18,7 +18,7 @@ from minitui.chat.sessions import Chats
 from minitui.cli.options import engine_config
 from minitui.sources.local import LocalSource
 from minitui.sources.recording import RecordingSource
-from minitui.teaching.contrasts import LENGTHS
+from minitui.teaching.contrasts import BUSY, LENGTHS, SHORT
 from minitui.teaching.demo import print_demo
 from minitui.teaching.scenarios import DEMOS, Demo
 from minitui.teaching.stage import Stage
@@ -191,6 +191,25 @@ def test_a_long_paste_is_spread_over_steps_that_also_decode(hear: Callable[[str]
     mixed = [record for record in told.of("step", 1) if any(chunk[0] == paste for chunk in record[4])]
     assert len(mixed) > 5 and f"{len(mixed)} chunks" in told.text
     assert all(record[7] > sum(chunk[2] for chunk in record[4]) for record in mixed), "the writers go on in each"
+
+
+def test_a_target_for_gaps_spreads_prompts_and_lets_short_ones_pass(hear: Callable[[str], Told]) -> None:
+    told = hear("fairness")
+    most, ends = [], []
+    for run in (0, 1):
+        lengths = {record[3]: record[5] for record in told.of("submit", run)}
+        paste = max(lengths, key=lambda request: lengths[request])
+        prompts = {record[3]: sum(chunk[2] for chunk in record[4]) for record in told.of("step", run)}
+        mixed = [record for record in told.of("step", run) if 0 < prompts[record[3]] < record[7]]
+        assert all(record[7] - prompts[record[3]] >= BUSY for record in mixed), "each step has a token of each writer"
+        most.append(max(prompts[record[3]] for record in mixed))
+        last = {chunk[0]: record[3] for record in mixed for chunk in record[4]}  # the step of each prompt's last chunk
+        assert len(last) == 1 + SHORT
+        ends.append((last.pop(paste), max(last.values())))
+    assert most[1] < most[0] / 2
+    assert ends[0][0] <= ends[0][1] and ends[1][1] < ends[1][0], "short prompts pass only with the target"
+    before, after = (float(ms.replace(",", "")) for ms in re.findall(r"█ +([\d.,]+) ms", told.said[-1]))
+    assert after < before / 2 and f"longest gap was {before:,g} ms" in told.text
 
 
 def test_the_victim_is_the_least_recently_used(hear: Callable[[str], Told]) -> None:
