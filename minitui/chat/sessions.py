@@ -267,14 +267,14 @@ class Chats:
     async def _answer(self, session: Session, message: Message, like: Session | None) -> None:
         try:
             prompt, stream = await self._submit(session, like)
-            reply: list[int] = []
             saved = time.monotonic()
             async for delta in stream:
                 now = time.monotonic()
-                message.state = "running"
+                if message.state != "running":
+                    message.state = "running"
+                    session.ids, session.ids_model = list(prompt.ids), self.model
                 message.text += delta.text
-                reply += delta.ids
-                session.ids, session.ids_model = prompt.ids + reply, self.model
+                session.ids += delta.ids
                 session._arrivals.append((now, len(delta.ids)))
                 message.touch()
                 if delta.finish_reason and delta.metrics is not None:  # the first delta may have a part of them
