@@ -76,9 +76,7 @@ class _Ours:
         return cold, cached
 
 
-def _in_turn(
-    pairs: int, ours: Other, other: Other | None, run: Callable[[Other], tuple[float, ...]]
-) -> list[Pair]:
+def _in_turn(pairs: int, ours: Other, other: Other | None, run: Callable[[Other], tuple[float, ...]]) -> list[Pair]:
     """Runs both engines `pairs` times; returns (figures of ours, figures of the other or ()) of each pair."""
     found = []
     for pair in range(pairs):

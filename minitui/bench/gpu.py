@@ -115,9 +115,7 @@ class GpuRows:
     def first_token_cold(self) -> Row:
         """Measures the time to the first token of a new prompt."""
         took = median(seconds(self._llm, self._prompts([2112]), greedy(1)) for _ in range(5)) * 1e3
-        return self._row(
-            "first token, 2,112 cold", took, "ms", lambda limits: self._work.prefill(limits, [2112]) * 1e3
-        )
+        return self._row("first token, 2,112 cold", took, "ms", lambda limits: self._work.prefill(limits, [2112]) * 1e3)
 
     def first_token_cached(self) -> Row:
         """Measures the time to the first token of a prompt with 2,048 cached tokens."""

@@ -235,9 +235,7 @@ def run(
     )
     command.__annotations__ = hints
     app = typer.Typer(
-        add_completion=False,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
+        add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
     app.command(help=help)(command)

@@ -48,13 +48,9 @@ def in_browser(
     if (file := class_file(opening)) is not None:
         link = {"link": file.name, "token": file.data["token"]}
     return WebSettings(
-        opening["web_host"] or "127.0.0.1",
-        opening["web_port"] or 8001,
-        (str(context.info_name), *_words(context, ABOUT_WEB | {"web"} | without)),
-        mirror=opening["mirror"],
-        names=names,
-        tabs=TABS_WITH_ENGINES if own_engine else TABS,
-        **link,
+        opening["web_host"] or "127.0.0.1", opening["web_port"] or 8001,
+        (str(context.info_name), *_words(context, ABOUT_WEB | {"web"} | without)), mirror=opening["mirror"],
+        names=names, tabs=TABS_WITH_ENGINES if own_engine else TABS, **link,
     )
 
 

@@ -15,7 +15,7 @@ from minitui.chat.model_choice import Choice, choose_model, served_choice
 from minitui.chat.store import Store
 from minitui.cli.browser import in_browser
 from minitui.cli.launch import live_source, log_path, make_sampling, recorded, run_app, settings_with
-from minitui.cli.options import Model, System, chosen_options, engine_config, with_options
+from minitui.cli.options import Key, Model, System, chosen_options, engine_config, with_options
 from minitui.protocol import ServerInfo
 from minitui.sources.base import Source
 from minitui.tui.terminal import need_terminal
@@ -44,9 +44,7 @@ def chat(
             "prefix."
         ),
     ] = None,
-    key: Annotated[
-        str, typer.Option(help="The server's API key. The environment variable is safer.", envvar="MINITUI_KEY")
-    ] = "",
+    key: Key = "",
 ) -> None:
     """Chat, and see what the engine does.
 

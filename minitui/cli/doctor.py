@@ -85,9 +85,7 @@ def examine() -> dict[str, Any]:
             free, total = torch.cuda.mem_get_info(i)
             name, capability = torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)
             compute = f"{capability[0]}.{capability[1]}"
-            gpus.append(
-                {"name": name, "memory_gib": total / 2**30, "free_gib": free / 2**30, "compute": compute}
-            )
+            gpus.append({"name": name, "memory_gib": total / 2**30, "free_gib": free / 2**30, "compute": compute})
     memory = _memory_gib()
     largest = max((g["free_gib"] for g in gpus), default=memory)
     models, incomplete = _cached_models()
@@ -288,9 +286,7 @@ def _terminal() -> dict[str, Any]:
     if os.environ.get("NO_COLOR"):
         colours = "no"
     return {
-        "columns": size.columns,
-        "rows": size.lines,
-        "colours": colours,
+        "columns": size.columns, "rows": size.lines, "colours": colours,
         "utf8": "utf" in (sys.stdout.encoding or "").lower(),
     }
 

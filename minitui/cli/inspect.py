@@ -14,7 +14,7 @@ from minitui.chat.model_choice import served_choice
 from minitui.cli.browser import open_in_browser
 from minitui.cli.chat import connect_to
 from minitui.cli.launch import recorded, run_app, settings_with
-from minitui.cli.options import with_options
+from minitui.cli.options import Key, with_options
 from minitui.protocol import ServerInfo
 from minitui.tui.terminal import need_terminal
 
@@ -27,9 +27,7 @@ def inspect(
     looks: dict[str, Any],
     opening: dict[str, Any],
     connect: Annotated[str, typer.Option(help="Address of the server, as in http://host:8000.")],
-    key: Annotated[
-        str, typer.Option(help="The server's API key. The environment variable is safer.", envvar="MINITUI_KEY")
-    ] = "",
+    key: Key = "",
     kv_events: Annotated[
         str | None,
         typer.Option(
@@ -97,9 +95,7 @@ def _nothing(url: str, tried: str) -> str:
     )
 
 
-def _over_events(
-    url: str, events: str, note: str, key: str, tokenizer: str, settings: settings_file.Settings
-) -> int:
+def _over_events(url: str, events: str, note: str, key: str, tokenizer: str, settings: settings_file.Settings) -> int:
     """Runs the application over KV events; returns the exit code. `note`: a sentence about the events."""
     try:
         from minitui.tui.cache_app import CacheApp

@@ -136,15 +136,8 @@ def run_app(
         chats.restore()
     guard = TerminalGuard()
     app = (make or MinituiApp)(
-        source,
-        chats,
-        settings,
-        system=choice.system,
-        known_questions=choice.known_questions,
-        speaker=choice.speaker,
-        load_codec=load_codec,
-        guard=guard,
-        **options,
+        source, chats, settings, system=choice.system, known_questions=choice.known_questions, speaker=choice.speaker,
+        load_codec=load_codec, guard=guard, **options,
     )
     status = 1
     try:

@@ -39,9 +39,7 @@ class Model:
 
 def models(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    forget_kept: Annotated[
-        bool, typer.Option("--forget-kept", help="Remove what is kept for later starts.")
-    ] = False,
+    forget_kept: Annotated[bool, typer.Option("--forget-kept", help="Remove what is kept for later starts.")] = False,
 ) -> None:
     """List the models in the local Hugging Face cache, and which of them run here.
 

@@ -6,15 +6,13 @@ import inspect
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from engine.config import MOST, EngineConfig
 from engine.errors import EngineError
 from minitui.sampling import OPTIONS
-
-if TYPE_CHECKING:
-    from engine.config import EngineConfig
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -50,9 +48,9 @@ AllowedHost = Annotated[
         "below it. With API keys, minitui serve allows every name.",
     ),
 ]
-DType = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-KvBlocks = Annotated[int | None, typer.Option(min=1, help="KV blocks in the pool. A small pool (64) fills quickly.")]
+Key = Annotated[
+    str, typer.Option(help="The server's API key. The environment variable is safer.", envvar="MINITUI_KEY")
+]
 
 
 def _looks(
@@ -90,102 +88,65 @@ def _opening(
 ) -> None: ...
 
 
-def _engine(
-    dummy_weights: Annotated[
-        bool,
-        typer.Option("--dummy-weights", help="Use random weights and read only config.json. The answers are nonsense."),
-    ] = False,
-    kv_blocks: KvBlocks = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a KV block.")] = 16,
-    window_blocks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Blocks in the pool of a sliding window, for models that have full attention, too."),
-    ] = None,
-    state_slots: Annotated[
-        int | None, typer.Option(min=2, help="Recurrent states in memory, for models that have them.")
-    ] = None,
-    checkpoint_interval: Annotated[
-        int, typer.Option(min=1, help="A long prompt keeps a checkpoint of its recurrent state after this many tokens.")
-    ] = 1024,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Maximum number of running requests.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget of a step.")] = None,
-    max_gap_ms: Annotated[
-        float | None,
-        typer.Option(
-            help="Target for the time between two tokens of an answer: while answers run, a step computes as many "
-            "prompt tokens as fit into it, as measured. Default: the whole token budget."
-        ),
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of prompt and answer together.")
-    ] = None,
-    dtype: DType = "auto",
-    quantization: Annotated[
-        str,
-        typer.Option(
-            help="auto; none: weights in --dtype; bf16: 16-bit weights on a CPU, half the memory of float32; int8: "
-            "8-bit weights on a CPU, a quarter; int4: 4-bit weights, a sixth, or on a GPU a third; fp8: 8-bit weights "
-            "on a GPU, half the memory; checkpoint: 8-bit numbers on a GPU, as a quantised checkpoint stores them. On "
-            "a CPU, auto takes bf16 if the checkpoint has it, int8 if nothing else fits into memory, and int4 if "
-            "int8 does not fit either; 4-bit and 8-bit integers of a quantised checkpoint stay as they are. On a "
-            "GPU, auto takes checkpoint or int4 if a quantised checkpoint can be computed as it is stored, and fp8 "
-            "for others that do not fit into memory."
-        ),
-    ] = "auto",
-    no_keep_weights: Annotated[
-        bool,
-        typer.Option(
-            "--no-keep-weights",
-            help="Do not keep weights that were rounded for a CPU on disk: later starts take as long as the first.",
-        ),
-    ] = False,
-    device: Device = "auto",
-    tensor_parallel_size: Annotated[
-        int, typer.Option(min=1, help="Split the model over this many ranks: GPUs, or processes on the CPU.")
-    ] = 1,
-    attention_backend: Annotated[
-        str,
-        typer.Option(
-            help="auto, torch, triton or flash; or one for prefill and one for decode: flash,triton. On a GPU, auto "
-            "means triton, with flash for prefill if FlashAttention is installed."
-        ),
-    ] = "auto",
-    kv_cache_dtype: Annotated[
-        str, typer.Option(help="auto, or fp8: 8-bit keys and values. The pool holds twice as many tokens.")
-    ] = "auto",
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Do not use CUDA graphs.")] = False,
-    graphs_at_start: Annotated[
-        bool,
-        typer.Option(
-            "--graphs-at-start",
-            help="Capture all CUDA graphs before the first request, for benchmarks. Default: while no request runs.",
-        ),
-    ] = False,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the device's memory to use.")] = 0.9,
-    scheduling_policy: Annotated[
-        str,
-        typer.Option(
-            help="Order of waiting requests. fcfs: first come, first served. longest-prefix: the longest cached prefix "
-            "first, with a limit on overtaking; helps if many prompts share long prefixes and the pool is small. "
-            "priority: the lowest number in a request's field priority first. "
-            "static: a new batch starts when the whole previous batch has finished."
-        ),
-    ] = "fcfs",
-    eviction_policy: Annotated[
-        str,
-        typer.Option(help="Which cached text is evicted first. lru: the least recently used. fifo: the oldest."),
-    ] = "lru",
-    no_prefix_caching: Annotated[
-        bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its first token; reuse no prefix.")
-    ] = False,
-    speculation: Annotated[
-        str,
-        typer.Option(
-            help="off; prompt-lookup, or prompt-lookup:K for drafts of up to K tokens. Drafts are copied from the "
-            "request's own text and checked in one step. The answers stay the same; repetitive text needs fewer steps."
-        ),
-    ] = "off",
-) -> None: ...
+ENGINE = {  # option -> its help; the types and the defaults are those of EngineConfig
+    "dummy_weights": "Use random weights and read only config.json. The answers are nonsense.",
+    "kv_blocks": "KV blocks in the pool. A small pool (64) fills quickly.",
+    "block_size": "Tokens in a KV block.",
+    "window_blocks": "Blocks in the pool of a sliding window, for models that have full attention, too.",
+    "state_slots": "Recurrent states in memory, for models that have them.",
+    "checkpoint_interval": "A long prompt keeps a checkpoint of its recurrent state after this many tokens.",
+    "max_num_seqs": "Maximum number of running requests.",
+    "max_num_batched_tokens": "Token budget of a step.",
+    "max_gap_ms": "Target for the time between two tokens of an answer: while answers run, a step computes as many "
+        "prompt tokens as fit into it, as measured. Default: the whole token budget.",
+    "max_model_len": "Maximum tokens of prompt and answer together.",
+    "dtype": "auto, float32, bfloat16, float16 or float64.",
+    "quantization": "auto; none: weights in --dtype; bf16: 16-bit weights on a CPU, half the memory of float32; int8: "
+        "8-bit weights on a CPU, a quarter; int4: 4-bit weights, a sixth, or on a GPU a third; fp8: 8-bit weights on a "
+        "GPU, half the memory; checkpoint: 8-bit numbers on a GPU, as a quantised checkpoint stores them. On a CPU, "
+        "auto takes bf16 if the checkpoint has it, int8 if nothing else fits into memory, and int4 if int8 does not "
+        "fit either; 4-bit and 8-bit integers of a quantised checkpoint stay as they are. On a GPU, auto takes "
+        "checkpoint or int4 if a quantised checkpoint can be computed as it is stored, and fp8 for others that do not "
+        "fit into memory.",
+    "no_keep_weights": "Do not keep weights that were rounded for a CPU on disk: later starts take as long as the "
+        "first.",
+    "device": "auto, cpu, cuda or cuda:N.",
+    "tensor_parallel_size": "Split the model over this many ranks: GPUs, or processes on the CPU.",
+    "attention_backend": "auto, torch, triton or flash; or one for prefill and one for decode: flash,triton. On a GPU, "
+        "auto means triton, with flash for prefill if FlashAttention is installed.",
+    "kv_cache_dtype": "auto, or fp8: 8-bit keys and values. The pool holds twice as many tokens.",
+    "enforce_eager": "Do not use CUDA graphs.",
+    "graphs_at_start": "Capture all CUDA graphs before the first request, for benchmarks. Default: while no request "
+        "runs.",
+    "gpu_memory_utilization": "Share of the device's memory to use.",
+    "scheduling_policy": "Order of waiting requests. fcfs: first come, first served. longest-prefix: the longest "
+        "cached prefix first, with a limit on overtaking; helps if many prompts share long prefixes and the pool is "
+        "small. priority: the lowest number in a request's field priority first. static: a new batch starts when the "
+        "whole previous batch has finished.",
+    "eviction_policy": "Which cached text is evicted first. lru: the least recently used. fifo: the oldest.",
+    "no_prefix_caching": "Compute every prompt from its first token; reuse no prefix.",
+    "speculation": "off; prompt-lookup, or prompt-lookup:K for drafts of up to K tokens. Drafts are copied from the "
+        "request's own text and checked in one step. The answers stay the same; repetitive text needs fewer steps.",
+}
+FIELDS = {  # options that EngineConfig has under another name
+    "kv_blocks": "num_blocks", "no_prefix_caching": "enable_prefix_caching", "no_keep_weights": "keep_weights",
+}
+LEAST = {"state_slots": 2}  # of the other whole numbers: 1
+DType = Annotated[str, typer.Option(help=ENGINE["dtype"])]
+Device = Annotated[str, typer.Option(help=ENGINE["device"])]
+KvBlocks = Annotated[int | None, typer.Option(min=1, help=ENGINE["kv_blocks"])]
+
+
+def _engine_option(name: str) -> inspect.Parameter:
+    field = FIELDS.get(name, name)
+    kind, default = get_type_hints(EngineConfig)[field], getattr(EngineConfig, field)
+    flags = () if kind is not bool else (f"--{name.replace('_', '-')}",)
+    least = LEAST.get(name, 1) if field in MOST else None
+    option = typer.Option(*flags, help=ENGINE[name], min=least)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option],
+        default=False if name.startswith("no_") else default,
+    )
 
 
 def _parameters(declared: Callable[..., None], without: tuple[str, ...] = ()) -> list[inspect.Parameter]:
@@ -205,7 +166,7 @@ SAMPLING = [
 ]
 GROUPS = {
     "sampling": SAMPLING, "looks": _parameters(_looks), "opening": _parameters(_opening),
-    "engine": _parameters(_engine),
+    "engine": [_engine_option(name) for name in ENGINE],
 }
 
 
@@ -237,8 +198,6 @@ def chosen_options(engine: dict[str, Any]) -> list[str]:
 
 def engine_config(model: str, **options: Any) -> EngineConfig:
     """Returns the EngineConfig for the engine options of the command line. Raises EngineError for an invalid option."""
-    from engine.config import EngineConfig
-
     if "speculation" in options:
         text = options["speculation"]
         options["speculation"], _, tokens = text.partition(":")
@@ -246,10 +205,7 @@ def engine_config(model: str, **options: Any) -> EngineConfig:
             raise EngineError(f"speculation is {text!r}: a number must follow the colon, as in prompt-lookup:8")
         if tokens:
             options["speculative_tokens"] = int(tokens)
-    if "kv_blocks" in options:
-        options["num_blocks"] = options.pop("kv_blocks")
-    if "no_prefix_caching" in options:
-        options["enable_prefix_caching"] = not options.pop("no_prefix_caching")
-    if "no_keep_weights" in options:
-        options["keep_weights"] = not options.pop("no_keep_weights")
+    for name in FIELDS.keys() & options:
+        value = options.pop(name)
+        options[FIELDS[name]] = not value if name.startswith("no_") else value
     return EngineConfig(model=model, **options)

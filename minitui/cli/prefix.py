@@ -72,9 +72,7 @@ def proxy(
         written.close()
 
 
-def run_doctor(
-    source: str, seconds: float | None, json: bool, markdown: bool, fail_below: float | None
-) -> int:
+def run_doctor(source: str, seconds: float | None, json: bool, markdown: bool, fail_below: float | None) -> int:
     """Prints why requests did not find their prefix; returns the exit code. `seconds`: how long a server is watched."""
     from minitui.prefix.report import as_data, lines, summarise
     from minitui.prefix.report import markdown as as_markdown

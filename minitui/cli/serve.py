@@ -103,21 +103,11 @@ def serve(
     from minitui.server.settings import ServerSettings
 
     settings = ServerSettings(
-        host=host,
-        port=port,
-        keys=gather_keys(api_key or [], chat_key or [], watch_key or []),
-        record=record,
-        cors_origins=tuple(cors_origin or ()),
-        allowed_hosts=tuple(allowed_host or ()),
-        open_metrics=metrics_without_key,
-        ignore_unknown_fields=ignore_unknown_fields,
-        hide_text=hide_text,
+        host=host, port=port, keys=gather_keys(api_key or [], chat_key or [], watch_key or []), record=record,
+        cors_origins=tuple(cors_origin or ()), allowed_hosts=tuple(allowed_host or ()),
+        open_metrics=metrics_without_key, ignore_unknown_fields=ignore_unknown_fields, hide_text=hide_text,
         served_names=tuple(dict.fromkeys(served_model_name or [choice.label])),
-        trust_request_template=trust_request_chat_template,
-        max_waiting=max_waiting,
-        stored_responses=stored_responses,
-        max_body=max_body_mib << 20,
-        request_s=request_timeout,
-        drain_s=drain_seconds,
+        trust_request_template=trust_request_chat_template, max_waiting=max_waiting, stored_responses=stored_responses,
+        max_body=max_body_mib << 20, request_s=request_timeout, drain_s=drain_seconds,
     )
     raise typer.Exit(run_serve(config, settings, log_file, phases if profile_start else None))

@@ -33,10 +33,7 @@ TOLERANCE = {"float64": (1e-7, 1e-7), "float32": (1e-2, 1e-5), "bfloat16": (0.5,
 RATIO = 10
 BYTES_EACH = 12  # memory for a parameter of transformers in float64, while it is loaded
 PROMPTS = (
-    "The capital of France is",
-    "What is a KV cache?",
-    "def fibonacci(n):\n",
-    "1, 2, 3, 5, 8, 13,",
+    "The capital of France is", "What is a KV cache?", "def fibonacci(n):\n", "1, 2, 3, 5, 8, 13,",
     "A request arrives, waits in the queue until the scheduler admits it, and is then prefilled in chunks. " * 12,
 )
 # Qwen3-8B continues the first prompt with endless copies of " Paris. The capital of France is".

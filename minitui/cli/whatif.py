@@ -59,9 +59,7 @@ def run_what_if(trace: str, text: str, arrivals: str, json: bool, looks: dict[st
         }
         readers = question.reader, TraceReader(path)
         title = f"{question.reader.path}: as recorded, and played with {text}"
-        return open_recordings(
-            readers, ("recorded", text), title, looks, json or not has_terminal(), json, notes, more
-        )
+        return open_recordings(readers, ("recorded", text), title, looks, json or not has_terminal(), json, notes, more)
 
 
 def run_sweep(trace: str, text: str, arrivals: str, json: bool, out: Path | None) -> int:

@@ -221,9 +221,7 @@ class VllmSource(RemoteSource):
         if room < 1:
             raise InvalidRequest(f"the chat has {len(ids):,} tokens; this model takes {room + len(ids):,}", "ids")
         values["max_tokens"] = min(params.max_tokens or room, room)
-        body = {
-            "model": self._served, "prompt": list(ids), "stream": True, "return_token_ids": True, **values,
-        }
+        body = {"model": self._served, "prompt": list(ids), "stream": True, "return_token_ids": True, **values}
         stream = VllmStream(self, body, group or uuid.uuid4().hex[:8], len(ids))
         self._answers.append(stream)
         return stream

@@ -50,9 +50,7 @@ def describe(reader: TraceReader) -> str:
     info = reader.info
     kinds = Counter(map(kind_of, reader.records()))
     asked = kinds["submit"] + len(reader.part(0).snapshot["requests"])
-    ended = sum(
-        kind_of(record) == "time" and named(record).step > reader.step_before for record in reader.records()
-    )
+    ended = sum(kind_of(record) == "time" and named(record).step > reader.step_before for record in reader.records())
     weights = ", random weights" if info.dummy_weights else ""
     text = (
         f"{count(asked, 'request')} to {info.model} ({info.dtype}{weights}) on {info.device}, "

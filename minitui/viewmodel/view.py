@@ -59,16 +59,9 @@ class Frame:
         chunks = sum(len(steps.chunks(int(step))) for step in steps.column("step")[at][prefilled > 0])
         n = len(at)
         return cls(
-            count=n,
-            first=first,
-            last=last,
-            tokens=float(tokens.mean()),
-            decodes=float(decodes.mean()),
-            drafted=float(drafted.mean()),
-            accepted=float(steps.column("accepted")[at].mean()),
-            prefill_tokens=float(prefilled.mean()),
-            chunks=chunks / n,
-            peak_tokens=int(tokens.max()),
+            count=n, first=first, last=last, tokens=float(tokens.mean()), decodes=float(decodes.mean()),
+            drafted=float(drafted.mean()), accepted=float(steps.column("accepted")[at].mean()),
+            prefill_tokens=float(prefilled.mean()), chunks=chunks / n, peak_tokens=int(tokens.max()),
         )
 
 

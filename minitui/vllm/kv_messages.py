@@ -95,9 +95,7 @@ def _event(event: Any) -> Event:
     if kind not in FIELDS:
         return Event(kind[:40], where="events of an unknown kind")
     hashes = values.get("block_hashes", [])
-    if kind != "AllBlocksCleared" and not (
-        isinstance(hashes, list) and all(type(h) in (int, bytes) for h in hashes)
-    ):
+    if kind != "AllBlocksCleared" and not (isinstance(hashes, list) and all(type(h) in (int, bytes) for h in hashes)):
         raise ValueError(f"a {kind} event has no valid hashes")
     where = ""
     if values.get("medium") not in (None, "GPU"):

@@ -392,9 +392,7 @@ class Translator(Requests):
 
     # ---- a new beginning
 
-    def _whole(
-        self, t: float, step: int, requests: list[Any], waiting: list[str], running: list[str]
-    ) -> None:
+    def _whole(self, t: float, step: int, requests: list[Any], waiting: list[str], running: list[str]) -> None:
         """Begin with a new state; the record numbers have a gap, so readers ask for a snapshot."""
         numbers = {id: (known.id, known.submitted, known.admitted, known.answered) for id, known in self._known.items()}
         self._forget()

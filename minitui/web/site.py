@@ -164,9 +164,7 @@ class Site:
         quiet = logging.getLogger("minitui.web.serve")
         quiet.propagate = False  # addresses contain tokens, and invalid requests must not reach the terminal
         quiet.addHandler(logging.NullHandler())
-        runner = web.AppRunner(
-            self.app, access_log=None, logger=quiet, keepalive_timeout=HEAD_S, shutdown_timeout=1.0
-        )
+        runner = web.AppRunner(self.app, access_log=None, logger=quiet, keepalive_timeout=HEAD_S, shutdown_timeout=1.0)
         await runner.setup()
 
         def connect() -> asyncio.BaseProtocol:

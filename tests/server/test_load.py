@@ -149,9 +149,7 @@ def test_a_run_reports_the_same_counts_as_the_server(server: Running) -> None:
     assert figures["answered"] == 10 and figures["output_tokens"] == 120 and figures["model"] == "tutor"
     server.wait_idle()
     wait_until(lambda: server.metric("vllm:generation_tokens_total") - before["generation_tokens"] == 120)
-    wait_until(
-        lambda: server.metric("vllm:prompt_tokens_total") - before["prompt_tokens"] == figures["prompt_tokens"]
-    )
+    wait_until(lambda: server.metric("vllm:prompt_tokens_total") - before["prompt_tokens"] == figures["prompt_tokens"])
     assert figures["cached_tokens"] > figures["prompt_tokens"] / 3, "the shared beginning was not found in the cache"
     assert 0 < figures["ttft_ms"]["p50"] <= figures["e2e_ms"]["p50"] and figures["tpot_ms"]["p99"] > 0
 

@@ -224,10 +224,7 @@ async def test_a_chat_on_such_a_server_is_stored_and_can_continue_later(tmp_path
 
 @pytest.mark.parametrize(
     ("pieces", "text", "error"),
-    [
-        (("half \ud83d", " of it"), "half ? of it", ""),
-        (("odd ", ["parts"]), "odd ", "not answer like an OpenAI"),
-    ],
+    [(("half \ud83d", " of it"), "half ? of it", ""), (("odd ", ["parts"]), "odd ", "not answer like an OpenAI")],
     ids=["half a surrogate pair", "content that is no text"],
 )
 async def test_whatever_a_server_sends_the_answer_ends_and_is_kept(

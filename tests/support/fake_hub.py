@@ -111,9 +111,7 @@ class FakeHub:
         info = {"id": repository, "modelId": repository, "sha": commit, "siblings": siblings, "tags": []}
         return _send(request, 200, json.dumps({**info, "downloads": 1, "likes": 0, "private": False}).encode())
 
-    def _send_file(
-        self, request: BaseHTTPRequestHandler, name: str, data: bytes, commit: str, body: bool
-    ) -> None:
+    def _send_file(self, request: BaseHTTPRequestHandler, name: str, data: bytes, commit: str, body: bool) -> None:
         etag, whole = _etag(data), len(data)
         if name in self.damaged:
             data = bytes([data[0] ^ 1]) + data[1:]

@@ -50,9 +50,7 @@ def with_images(name: str, **fields: Any) -> Any:
     text = {**TEXT, **text, **fields}
     text |= {"vocab_size_per_layer_input": text["vocab_size"]} if kind == "gemma4" else {}
     vision = {**VISION, "model_type": "pixtral"} if kind == "mistral3" else VISION
-    config = AutoConfig.for_model(
-        kind, text_config=text, vision_config=vision, tie_word_embeddings=tied
-    )
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=tied)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, experts_implementation="eager").double().eval()
     with torch.no_grad():

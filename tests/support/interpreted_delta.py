@@ -63,9 +63,7 @@ def _compare(case: Case, graph: bool = False) -> dict[str, Any]:
         if not torch.equal(before[others].nan_to_num(), after[others].nan_to_num()):
             wrong.append("a slot was written that is no target")
     state = max(error(recurrent[slot], recurrent_[slot]) for slot in case.written)
-    return {
-        "conv": error(y[:live], y_[:live]), "out": error(out[:live], out_[:live]), "state": state, "wrong": wrong
-    }
+    return {"conv": error(y[:live], y_[:live]), "out": error(out[:live], out_[:live]), "state": state, "wrong": wrong}
 
 
 def _ends() -> dict[str, Any]:

@@ -37,9 +37,7 @@ def texts_in_the_pool(engine: Engine) -> dict[int, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_copies_and_unused_slots_are_those_of_the_pool(
-    prefix_caching: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_and_unused_slots_are_those_of_the_pool(prefix_caching: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the cache, only requests with different salts hold copies; without it, all requests with equal beginnings
     do."""
     monkeypatch.setattr(cache, "KEPT", 5)

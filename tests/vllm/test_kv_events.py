@@ -273,9 +273,7 @@ async def test_a_message_without_end_is_refused_before_it_takes_memory(frames: b
 
     async with asyncio.timeout(60), await asyncio.start_server(publish, "127.0.0.1") as server:
         api = await FakeServer(models=("tutor",), page=PAGE).start()
-        source = KvSource(
-            api.url, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", tokenizer=str(model_dir())
-        )
+        source = KvSource(api.url, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", tokenizer=str(model_dir()))
         await source.start(lambda progress: None)
         await until(lambda: source.refused >= 2)
         assert source.why_refused == why and max(sent) < 32 << 20  # what the buffers of the system hold, too

@@ -98,10 +98,7 @@ class CompletionAnswer(OpenAIAnswer):
         scored = [top for top in (body.prompt_logprobs, body.logprobs if body.echo else None) if top is not None]
         # The engine draws at least one token. With max_tokens 0, that token is not a part of the answer.
         limit = None if body.max_tokens is None else max(1, body.max_tokens)
-        params = body.params(
-            limit, info.generation, logprobs=body.logprobs,
-            prompt_logprobs=max(scored, default=None),
-        )
+        params = body.params(limit, info.generation, logprobs=body.logprobs, prompt_logprobs=max(scored, default=None))
         await self.submit(
             prompts, params, service.label(user=body.user), names=body.field_names, **self.scheduling(body)
         )

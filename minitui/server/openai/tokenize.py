@@ -21,9 +21,7 @@ def router(service: Service) -> APIRouter:
     routes = Endpoints(service)
 
     def card(name: str) -> ModelCard:
-        return ModelCard(
-            id=name, created=service.began, owned_by="minitui", max_model_len=service.info.max_model_len
-        )
+        return ModelCard(id=name, created=service.began, owned_by="minitui", max_model_len=service.info.max_model_len)
 
     @routes.get("/v1/models", response_model=ModelList)
     async def models() -> ModelList:

@@ -84,24 +84,15 @@ class ResponsesAnswer(ItemAnswer):
     def _response(self, status: str, output: Output | None = None, error: ApiError | None = None) -> dict[str, Any]:
         kind = "rate_limit_exceeded" if error is not None and error.status == 429 else "server_error"
         return {
-            "id": self._id,
-            "object": "response",
-            **self._echo,
-            "created_at": self._created,
-            "completed_at": int(time.time()) if status == "completed" else None,
-            "status": status,
-            "background": False,
+            "id": self._id, "object": "response", **self._echo, "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None, "status": status, "background": False,
             "error": None if error is None else {"code": kind, "message": error.message},
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.service.model,
             "output": [self._item(item, self._status(item)) for item in self.items] if status != "in_progress" else [],
-            "parallel_tool_calls": self._request.parallel_tool_calls is not False,
-            "service_tier": "default",
-            "store": self._request.store is not False,
-            "temperature": self._params.temperature,
-            "top_logprobs": 0,
-            "top_p": self._params.top_p,
-            "usage": None if output is None else self._usage(output),
+            "parallel_tool_calls": self._request.parallel_tool_calls is not False, "service_tier": "default",
+            "store": self._request.store is not False, "temperature": self._params.temperature, "top_logprobs": 0,
+            "top_p": self._params.top_p, "usage": None if output is None else self._usage(output),
         }
 
     def reply(self, output: Output) -> dict[str, Any]:

@@ -24,9 +24,7 @@ LINKS = {
 FRONT = (
     '<!doctype html><meta name="viewport" content="width=device-width"><title>minitui</title>'
     "<h1>minitui serves a model here</h1><ul>{}</ul>"
-).format(
-    "".join(f'<li><a href="{path}">{path}</a>: {about}' for path, about in LINKS.items())
-)
+).format("".join(f'<li><a href="{path}">{path}</a>: {about}' for path, about in LINKS.items()))
 PAGE: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
 

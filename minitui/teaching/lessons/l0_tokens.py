@@ -52,10 +52,8 @@ async def cut_up(stage: Stage) -> Seen:
         left, right = map(shown_piece, merge.pair)
         stage.view.put(
             Pieces(
-                f"Merge {n} of {len(done)}",
-                tuple(map(shown_piece, merge.pieces)),
-                f"rule {merge.rule}: “{left}” and “{right}” become “{left}{right}”",
-                lit=merge.new,
+                f"Merge {n} of {len(done)}", tuple(map(shown_piece, merge.pieces)),
+                f"rule {merge.rule}: “{left}” and “{right}” become “{left}{right}”", lit=merge.new,
             )
         )
         await stage.pause(min(0.7, 15 / len(done)))

@@ -111,27 +111,16 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     host = steps.column("plan")[at] + np.nan_to_num(launch) + steps.column("commit")[at]
     rows = [steps.get(int(n)) for n in numbers[-recent:]]
     return Timings(
-        **{name: _stats(took[kinds == kind], total) for kind, name in enumerate(KINDS)},
-        by_device=overlapped,
-        median_ms=float(np.median(decoding if len(decoding) else wall)),
-        seconds=float(wall.sum()) / 1e3,
-        steps=len(at),
-        slowest=worst,
-        first_token=seen[-1] if seen else None,
-        median_first_ms=median,
-        first_tokens=len(seen),
-        host_ms=float(host.mean()),
-        launch_known=not np.isnan(launch).any(),
+        **{name: _stats(took[kinds == kind], total) for kind, name in enumerate(KINDS)}, by_device=overlapped,
+        median_ms=float(np.median(decoding if len(decoding) else wall)), seconds=float(wall.sum()) / 1e3, steps=len(at),
+        slowest=worst, first_token=seen[-1] if seen else None, median_first_ms=median, first_tokens=len(seen),
+        host_ms=float(host.mean()), launch_known=not np.isnan(launch).any(),
         device_ms=float(device[known].mean()) if known.any() else None,
         device_busy=min(1.0, float(device[known].sum()) / float(wall[known].sum())) if known.any() else 0.0,
-        ranks=steps.ranks if exchanged.any() else 1,
-        comm_ms=float(comm[exchanged].mean()) if exchanged.any() else 0.0,
+        ranks=steps.ranks if exchanged.any() else 1, comm_ms=float(comm[exchanged].mean()) if exchanged.any() else 0.0,
         comm_share=float(comm[exchanged].sum() / (wall[exchanged].sum() or 1.0)) if exchanged.any() else 0.0,
-        recent=tuple(row for row in rows if row is not None),
-        drafted=drafted,
-        accepted=accepted,
-        per_row=1 + accepted / int(decodes.sum()) if decodes.any() else 1.0,
-        limits=tuple(limits(steps, last.step)),
+        recent=tuple(row for row in rows if row is not None), drafted=drafted, accepted=accepted,
+        per_row=1 + accepted / int(decodes.sum()) if decodes.any() else 1.0, limits=tuple(limits(steps, last.step)),
     )
 
 

@@ -321,26 +321,13 @@ class Steps(Reader):
         timed = self._end_seq[i] > 0
         device, comm, launch = self._device[i], self._comm[i], self._launch[i]
         return StepRow(
-            step=step,
-            t=self._t[i],
-            tokens=self._tokens[i],
-            decodes=self._decodes[i],
-            chunks=self._chunks[i] or [],
-            waiting=self._waiting[i],
-            wall_ms=self._wall[i] if timed else None,
-            took_ms=self._took[i] if timed else None,
-            plan_ms=self._plan[i] if timed else None,
-            launch_ms=None if not timed or launch != launch else launch,
-            commit_ms=self._commit[i] if timed else None,
-            device_ms=None if not timed or device != device else device,
-            ended=self._ended[i] if timed else None,
-            end_seq=self._end_seq[i],
-            drafts=self._drafts_of(step),
-            comm_ms=None if comm != comm else comm,
-            parts=self._parts_of(i),
-            keys=self._keys[i],
-            pairs=self._pairs[i],
-            cut_ms=self._cut[i],
+            step=step, t=self._t[i], tokens=self._tokens[i], decodes=self._decodes[i], chunks=self._chunks[i] or [],
+            waiting=self._waiting[i], wall_ms=self._wall[i] if timed else None,
+            took_ms=self._took[i] if timed else None, plan_ms=self._plan[i] if timed else None,
+            launch_ms=None if not timed or launch != launch else launch, commit_ms=self._commit[i] if timed else None,
+            device_ms=None if not timed or device != device else device, ended=self._ended[i] if timed else None,
+            end_seq=self._end_seq[i], drafts=self._drafts_of(step), comm_ms=None if comm != comm else comm,
+            parts=self._parts_of(i), keys=self._keys[i], pairs=self._pairs[i], cut_ms=self._cut[i],
             held=bool(self._held[i]),
         )
 

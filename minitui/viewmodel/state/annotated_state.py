@@ -192,9 +192,7 @@ class AnnotatedState(Reader):
             self.block_events.append((seq, t, "hold", request, *held))
         self.node_changed[node] = t
 
-    def on_match(
-        self, t: float, request: int, tokens: int, stop: str, at: int, detail: str
-    ) -> tuple[int, int] | None:
+    def on_match(self, t: float, request: int, tokens: int, stop: str, at: int, detail: str) -> tuple[int, int] | None:
         kinds.Match.apply(self.state, request, tokens, stop, at, detail)
         if tokens <= 0:
             return None

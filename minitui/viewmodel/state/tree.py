@@ -110,12 +110,7 @@ class Tree:
         return True
 
     def picture(
-        self,
-        shown: AnnotatedState,
-        decode: Decode,
-        limit: int,
-        pinned: set[int] | None = None,
-        search: str = "",
+        self, shown: AnnotatedState, decode: Decode, limit: int, pinned: set[int] | None = None, search: str = "",
         everything: bool = False,
     ) -> TreePicture:
         """Returns at most `limit` rows in tree order: the `pinned` nodes and the nodes that saved most, with their

@@ -93,9 +93,7 @@ def request_data(view: View, lane: Lane) -> dict[str, Any]:
     return request_json(row, view.texts.group_name(lane.group), reason, why_first(view, row))
 
 
-def request_json(
-    row: RequestFigures, name: str, reason: Reason | None, first: Reason | None = None
-) -> dict[str, Any]:
+def request_json(row: RequestFigures, name: str, reason: Reason | None, first: Reason | None = None) -> dict[str, Any]:
     """Returns the figures as plain data; durations in milliseconds, null for what is unknown. `reason`: of the longest
     gap, if there is one. `first`: of the time to first token, if it is known."""
     gaps = row.gaps

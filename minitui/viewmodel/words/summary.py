@@ -59,9 +59,7 @@ def summary_json(view: View) -> dict[str, Any]:
 
 def _strip(strip: Strip) -> dict[str, Any]:
     free, active, shared, cached = strip.counts
-    return {
-        "name": strip.name, "unit": strip.unit, "free": free, "active": active, "shared": shared, "cached": cached,
-    }
+    return {"name": strip.name, "unit": strip.unit, "free": free, "active": active, "shared": shared, "cached": cached}
 
 
 def _limit(limit: OtherPrograms | Limit) -> dict[str, Any]:
