@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import shutil
+import struct
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -99,5 +100,17 @@ def _compiled(key: str, compile: Callable[[], Any]) -> Any:
 
 
 def _on_device(kernel: Any) -> Any:
+    if len(kernel.kernel) < (size := elf_size(kernel.kernel)):  # the driver would read past the end, and crash
+        raise ValueError(f"the binary has {len(kernel.kernel):,} of {size:,} bytes")
     kernel.run  # noqa: B018 (it builds the launcher, with a C compiler if it is new, and loads the kernel)
     return kernel
+
+
+def elf_size(binary: bytes) -> int:
+    """Returns how many bytes an ELF file needs to hold its tables of segments and sections (the last parts of what
+    ptxas writes)."""
+    header = struct.Struct("<32x QQ 6x HHHH")  # where the tables begin, then size and number of their entries
+    if len(binary) < header.size:
+        return header.size
+    segments, sections, segment_size, segment_count, section_size, section_count = header.unpack_from(binary)
+    return max(segments + segment_size * segment_count, sections + section_size * section_count)
