@@ -46,11 +46,14 @@ class Status:
 
 
 class Phases:
-    """How long each phase of a start took. The first began with the process."""
+    """How long each phase of a start took."""
 
-    def __init__(self, first: str, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, first: str, clock: Callable[[], float] = time.perf_counter, age_s: float | None = None
+    ) -> None:
+        """`age_s`: the first phase began so many seconds ago; None: with the process."""
         self._clock = clock
-        self._begun = [(first, clock() - process_age_s())]  # each phase, and when it began
+        self._begun = [(first, clock() - (process_age_s() if age_s is None else age_s))]  # each, and when it began
 
     def begin(self, name: str) -> None:
         """End a phase and begin the next one."""

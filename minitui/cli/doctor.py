@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import platform
 import shutil
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from engine.config import EngineConfig
 from engine.errors import EngineError, how_to_install
 from engine.fields import listed
+from engine.process import early_process
+from minitui.chat.model_choice import choose_model
+from minitui.progress import Phases
 from minitui.visible import json_text
 
 EXTRAS = {  # module -> (extra, purpose)
@@ -52,6 +59,12 @@ def doctor(
             help="Of --prefix: exit with 1 if less than this share of what could have been cached was cached.",
         ),
     ] = None,
+    profile_start: Annotated[
+        bool, typer.Option("--profile-start", help="Start a model, and print how long each phase took.")
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Of --profile-start: as in minitui chat. Default: the bundled model.")
+    ] = None,
 ) -> None:
     """List what this machine can run, and which optional parts are installed; or examine the prefixes of a session.
 
@@ -60,6 +73,7 @@ def doctor(
       minitui doctor --prefix run.jsonl --fail-below 0.8
       minitui doctor --prefix run.trace --markdown
       minitui doctor --prefix http://localhost:8000 --seconds 60
+      minitui doctor --profile-start --model Qwen/Qwen3-8B
 
     With --json, "fits" has the kinds of weights that fit into the memory, each with the least time of a token in ms;
     "weights" is the kind that a bfloat16 checkpoint gets by itself ("none": "dtype");
@@ -71,8 +85,29 @@ def doctor(
         raise typer.Exit(run_doctor(prefix, seconds, json, markdown, fail_below))
     if markdown or fail_below is not None or seconds is not None:
         raise EngineError("--markdown, --fail-below and --seconds belong to --prefix")
+    if profile_start:
+        print("\n".join(asyncio.run(start_phases(model))))
+        return
     found = examine()
     print(json_text(found, indent=2) if json else "\n".join(report(found)))
+
+
+async def start_phases(model: str | None) -> list[str]:
+    """Starts the model as `minitui chat` does, up to the first token of a first prompt. Returns the phases as lines."""
+    log_file = Path(tempfile.gettempdir()) / f"minitui-doctor-{os.getpid()}.log"
+    early_process.begin(log_file)
+    phases = Phases("Python, imports of the command line")
+    phases.begin("engine process: Python and imports")
+    from engine.params import SamplingParams
+    from engine.process.client import EngineClient
+
+    client = await EngineClient.start(EngineConfig(choose_model(model).name), log_file, phases)
+    try:
+        phases.begin("a first prompt of 16 tokens, to its first token")
+        await anext(aiter(client.submit(list(range(16)), SamplingParams(max_tokens=1))))
+        return phases.report()
+    finally:
+        await client.close()
 
 
 def examine() -> dict[str, Any]:

@@ -28,6 +28,7 @@ from minitui.chat.conversation import Session
 from minitui.chat.describe import OTHER_PAUSED, OTHER_SLOW, PAUSED
 from minitui.chat.prompt import Codec
 from minitui.chat.sessions import Chats
+from minitui.progress import Phases
 from minitui.protocol import ServerInfo
 from minitui.settings import Settings
 from minitui.sources.base import Source
@@ -219,6 +220,8 @@ class AppBase(Notices):
         load_codec = self._load_codec
         assert load_codec is not None
         self.progress = {"text": self.source.missing}
+        self.phases = Phases("the application", age_s=0.0 if again else None)
+        self.view.history.phases = self.phases.report
         try:
             await (self.source.restart if again else self.source.start)(self._on_progress)
             codec = await asyncio.to_thread(load_codec, self.source.info)
@@ -240,6 +243,7 @@ class AppBase(Notices):
     def _on_progress(self, progress: dict[str, Any]) -> None:
         if self.progress is not None:  # not when a demo or a lesson replaces the engine
             self.progress = progress
+            self.phases(progress)
 
     def restart_engine(self) -> None:
         """Start the engine's process again. The chats are kept."""
@@ -330,8 +334,7 @@ class AppBase(Notices):
         """Ask in the current chat; if the question is refused, its text returns to the prompt."""
         try:
             self.chats.send(self.session, text)
-            if self.view.moment.travel_text:
-                self.view.moment.present()
+            self.to_now()
             self.view.select("group", self.session.id)
         except EngineError as error:
             paused = f". {self.waits_text}" if self.waits_text and self.session.busy else ""

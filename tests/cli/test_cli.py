@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -279,6 +280,15 @@ def test_a_missing_extra_is_one_sentence_with_the_command_that_installs_it(packa
     said = subprocess.run([sys.executable, "-c", f"{hidden}\n{attempt}"], capture_output=True, text=True, timeout=120)
     command = f"pip install '.[{extra}]' in the folder of minitui"
     assert f" needs {package}, which is not installed: {command}" in said.stdout, said.stderr
+
+
+def test_doctor_measures_the_phases_of_a_start(here):
+    lines = here("doctor", "--profile-start").stdout.splitlines()
+    found = [re.fullmatch(r" *([\d,]+) ms  (.+)", line) for line in lines]
+    times = [int(each[1].replace(",", "")) for each in found]
+    names = [each[2] for each in found]
+    assert "importing torch" in names and names[-2:] == ["a first prompt of 16 tokens, to its first token", "all"]
+    assert min(times[-2:]) > 0 and abs(sum(times[:-1]) - times[-1]) < len(times)
 
 
 def test_doctor_as_json(here):

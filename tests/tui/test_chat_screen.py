@@ -35,6 +35,7 @@ from minitui.tui.widgets.chat.session_tabs import SessionTabs
 from minitui.tui.widgets.chat.transcript import MOST_SHOWN, Transcript
 from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.block_table import BlockTable
+from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.inspect.tree import RadixTree
 from tests.support.chat_file import open_chats
 from tests.support.driving import press, type_text, until
@@ -107,6 +108,20 @@ async def test_a_question_is_answered_and_its_figures_stand_under_it():
         assert "prompt tokens from cache" in text
         assert "first token" in text
         assert "block table ✓" in screen.query_one(SessionTabs).text
+
+
+async def test_inspect_shows_the_phases_of_a_start_until_the_engine_is_there():
+    source = FakeSource(loads_at_once=False)
+    async with running(source) as (app, pilot, _):
+        await press(pilot, "escape", "2")
+        panel = app.screen.query_one(StepTimings)
+        await until(pilot, lambda: "loading weights" in panel.text)
+        found = re.findall(r"([\d,]+) ms  (.+?) *(?:│|$)", panel.text, re.MULTILINE)
+        assert [name for _, name in found] == ["the application", "loading weights", "all"]
+        first, second, both = (int(ms.replace(",", "")) for ms, _ in found)
+        assert first > 0 and abs(first + second - both) <= 1 and "Start" in panel.text
+        source.loaded.set()
+        await until(pilot, lambda: "loading weights" not in panel.text)
 
 
 async def test_what_is_asked_of_the_engine_while_it_loads_is_done_when_it_is_there():

@@ -256,8 +256,12 @@ class LinePanel(CellWidget, can_focus=True):
 
     def _picture(self, view: View, width: int, height: int) -> Picture:
         if self.NEEDS_STATE and not view.history.loaded:
-            return Picture(wrapped(view.history.missing, "dim", width))
+            return self.nothing_yet(view, width)
         return self.picture(view, width, height)
+
+    def nothing_yet(self, view: View, width: int) -> Picture:
+        """Returns the picture of a panel that needs the engine's state, before the state is known."""
+        return Picture(wrapped(view.history.missing, "dim", width))
 
     # ---- Textual
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -42,6 +42,7 @@ class History(Reader):
         self.loaded = False
         self.caching = True  # prefix caching is on
         self.missing = "the engine is starting"  # why nothing is loaded yet
+        self.phases: Callable[[], list[str]] = list  # returns the phases of a start so far, as lines
         self.origin = 0.0  # engine time in seconds from which displayed times count: of the first snapshot, or record
         self._begin(AnnotatedState(EMPTY))
 

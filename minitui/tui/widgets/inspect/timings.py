@@ -28,7 +28,7 @@ from minitui.tui.widgets.inspect.timing_rows import (
     limit_rows,
     slowest_rows,
 )
-from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, fitting, legend, named
+from minitui.tui.widgets.rows import Row, Run, Runs, clip, first_rows, fitting, legend, named
 from minitui.viewmodel.explain.timing import StepTimes, Timings, rows_of, step_times, usual_words, why_slow
 from minitui.viewmodel.history.steps import StepRow
 from minitui.viewmodel.view import View
@@ -195,6 +195,10 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
         Binding("left", "span(1)", "more steps", show=False, id="timings.left"),
         Binding("right", "span(-1)", "fewer steps", show=False, id="timings.right"),
     ]
+
+    def nothing_yet(self, view: View, width: int) -> Picture:
+        rows = [Row(clip(line, width), "dim").done(width) for line in view.history.phases()]
+        return Picture(rows, "Start: the time of each phase") if rows else super().nothing_yet(view, width)
 
     times: StepTimes | None = None  # the steps of the charts and of the list; None: only the slowest is shown
     slowest: Sequence[StepRow] = ()
