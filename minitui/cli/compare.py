@@ -156,7 +156,7 @@ def _run(
         if text:
             comparison, outcome = asyncio.run(_play(contrast, source, choice.system, sampling, restart))
             title = f"{contrast.title} ({outcome.infos[1].model})"
-            _report(comparison, title, outcome.infos, [outcome.replies], json)
+            report(comparison, title, outcome.infos, [outcome.replies], json)
             if save is not None:
                 _saved(saving(save))
             return 0
@@ -209,10 +209,10 @@ def _open(first: str, second: str, looks: dict[str, Any], text: bool, json: bool
 
 def open_recordings(
     readers: tuple[TraceReader, TraceReader], names: tuple[str, str], title: str, looks: dict[str, Any], text: bool,
-    json: bool, notes: Sequence[str] = (), more: Mapping[str, Any] | None = None,
+    json: bool, notes: Sequence[str] = (),
 ) -> int:
     """Compares two recordings; returns the exit code. `text`: print the figures; else open the application. `notes`:
-    sentences about the runs; `more`: keys that the JSON has, too."""
+    sentences about the runs, for the application."""
     if text:
         from minitui.viewmodel.compare.comparison import Comparison, key_of
         from minitui.viewmodel.compare.runs import recorded_view
@@ -221,7 +221,7 @@ def open_recordings(
         view = recorded_view(readers[1], names[1])
         view.earlier = recorded_view(readers[0], names[0])
         cut = [f"{reader.path} is not complete: it was cut off." for reader in readers if not reader.complete]
-        _report(Comparison.of(view, key_of(infos)), title, infos, [*notes, *cut], json, more)
+        report(Comparison.of(view, key_of(infos)), title, infos, cut, json)
         return 0
     from minitui.tui.compare_app import RecordingsApp, TwoRecordings
 
@@ -241,10 +241,11 @@ def run_names(first: str, second: str) -> tuple[str, str]:
     return first, second
 
 
-def _report(
+def report(
     comparison: Comparison, title: str, infos: list[EngineInfo], notes: list[str], json: bool,
     more: Mapping[str, Any] | None = None,
 ) -> None:
+    """Prints two runs side by side. `notes`: sentences about them; `more`: keys that the JSON has, too."""
     notes = [*notes, comparison.disturbed]
     from minitui.viewmodel.compare.comparison import as_data, settings_that_differ, told
 

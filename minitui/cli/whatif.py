@@ -36,30 +36,41 @@ def _question(trace: str, arrivals: str) -> Question:
 
 def run_what_if(trace: str, text: str, arrivals: str, json: bool, looks: dict[str, Any]) -> int:
     """Compares a recording with the same requests under another setting; returns the exit code."""
-    from minitui.cli.compare import open_recordings
+    from minitui.cli.compare import open_recordings, report
     from minitui.trace.reader import TraceReader
-    from minitui.whatif.answer import control, fit_words
+    from minitui.viewmodel.compare.comparison import Comparison, key_of
+    from minitui.viewmodel.compare.runs import Totals, recorded_view
+    from minitui.whatif.answer import Sweep, control, fit_words
     from minitui.whatif.settings import changes
 
-    found = changes(text)
+    found, terminal = changes(text), has_terminal() and not json
     question = _question(trace, arrivals)
-    setting = question.changed(found)
-    sentence, checked = control(question)
-    player = question.play(setting, traced=True)
+    setting, reader = question.changed(found), question.reader
+    with Sweep(question) as sweep:
+        unchanged = sweep.play([{}])
+        player = question.play(setting, traced=json or terminal)
+        sentence, checked = control(question, next(unchanged).figures)
     notes = [*player.notes, *question.doubts(setting), fit_words(question.costs), sentence]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "what-if.trace")
-        player.write(path, question.reader.info)
-        more = {
-            "what_if": {
-                "changes": found, "arrivals": arrivals, "extrapolated_steps": player.device.extrapolated,
-                "fit": {"steps": question.costs.steps, "median_error_share": question.costs.error},
-                "recorded_setting_played": checked,
-            }
+    if terminal:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "what-if.trace")
+            player.write(path, reader.info)
+            return open_recordings((reader, TraceReader(path)), ("recorded", text), "", looks, False, False, notes)
+    infos = [reader.info, setting.info(reader.info)]
+    comparison = Comparison([Totals("recorded", question.figures), Totals(text, player.figures)], key_of(infos))
+    if json:  # it has each request
+        view = player.view(text)
+        view.earlier = recorded_view(reader, "recorded", on_all_cores=True)
+        comparison = Comparison.of(view, key_of(infos))
+    more = {
+        "what_if": {
+            "changes": found, "arrivals": arrivals, "extrapolated_steps": player.device.extrapolated,
+            "fit": {"steps": question.costs.steps, "median_error_share": question.costs.error},
+            "recorded_setting_played": checked,
         }
-        readers = question.reader, TraceReader(path)
-        title = f"{question.reader.path}: as recorded, and played with {text}"
-        return open_recordings(readers, ("recorded", text), title, looks, json or not has_terminal(), json, notes, more)
+    }
+    report(comparison, f"{reader.path}: as recorded, and played with {text}", infos, notes, json, more)
+    return 0
 
 
 def run_sweep(trace: str, text: str, arrivals: str, json: bool, out: Path | None) -> int:
@@ -75,12 +86,13 @@ def run_sweep(trace: str, text: str, arrivals: str, json: bool, out: Path | None
     question = _question(trace, arrivals)
     for value in values:
         question.changed({name: value})
-    sentence, checked = control(question)
     found: list[Point] = []
     with Sweep(question) as sweep:
-        for point in sweep.play([{name: value} for value in values]):
+        played = sweep.play([{}, *({name: value} for value in values)])
+        sentence, checked = control(question, next(played).figures)
+        for value, point in zip(values, played, strict=True):
             found.append(point)
-            _say(f"{name}={values[len(found) - 1]} played")
+            _say(f"{name}={value} played")
     notes = [fit_words(question.costs), sentence, *question.doubts(question.setting)]
     data = {
         "setting": name, "recorded_value": getattr(question.setting, name), "arrivals": arrivals,
@@ -153,7 +165,7 @@ def advise(
     goals = goals_of(goal)
     question = _question(trace, arrivals)
     advice = best_of(question, goals, _say)
-    sentence, checked = control(question)
+    sentence, checked = control(question, advice.now.figures)
     cannot = [
         fit_words(question.costs), sentence, *question.doubts(question.setting), *advice.best.notes,
         "The recording cannot tell how clients, another model or another device would behave, nor what the memory of "

@@ -17,6 +17,7 @@ from minitui.goals import keeps
 from minitui.text import count
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.compare.runs import QUANTITIES, Run, RunFigures, recorded_view
+from minitui.viewmodel.view import View
 from minitui.whatif.asked import Recorded, asked_in
 from minitui.whatif.cost import Costs, costs_of
 from minitui.whatif.play import Player
@@ -47,6 +48,15 @@ class Question:
             self.recorded: Recorded = asked_in(self.reader)
         self.costs: Costs = costs_of(self.recorded.steps, str(path), self.reader.info.graphs)
         self.setting = Setting.of(self.reader.info, self.reader.part(0).snapshot)
+
+    @property
+    def figures(self) -> RunFigures:
+        """The figures of the recording."""
+        recorded, view = self.recorded, View()
+        if recorded.lanes is None or recorded.tokens is None:
+            return Run(recorded_view(self.reader)).figures
+        view.history.steps, view.history.lanes, view.history.tokens = recorded.steps, recorded.lanes, recorded.tokens
+        return replace(Run(view).figures, evicted=recorded.evicted)
 
     def changed(self, changes: dict[str, str]) -> Setting:
         """Returns the setting of the recording with changes. Raises EngineError."""
@@ -83,11 +93,10 @@ def fit_words(costs: Costs) -> str:
     )
 
 
-def control(question: Question) -> tuple[str, dict[str, Any]]:
-    """Plays the recorded setting. Returns how its figures differ from the recorded ones, as a sentence and as data."""
-    real = Run(recorded_view(question.reader)).figures
-    played = question.play(question.setting).figures
-    words, data = [], {}
+def control(question: Question, played: RunFigures) -> tuple[str, dict[str, Any]]:
+    """Returns how the figures of the recorded setting, played, differ from the recorded ones, as a sentence and as
+    data."""
+    real, (words, data) = question.figures, ([], {})
     for quantity in (one for one in QUANTITIES if one.name in CHECKED):
         a, b = quantity.of(real), quantity.of(played)
         data[quantity.key] = {"recorded": a, "played": b}
@@ -152,8 +161,8 @@ class Sweep:
         self._pool.shutdown(cancel_futures=True)
 
     def play(self, settings: Sequence[dict[str, str]]) -> Iterator[Point]:
-        """Yields the points of these changes, in their order."""
-        yield from self._pool.map(_point, settings, [self._goals] * len(settings))
+        """Begin to play these changes; return an iterator of their points, in their order."""
+        return self._pool.map(_point, settings, [self._goals] * len(settings))
 
 
 # ---- advice

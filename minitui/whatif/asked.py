@@ -21,7 +21,9 @@ from engine.trace.state import State
 from engine.trace.views import ACTIVE, SHARED, RequestView
 from minitui.trace.play_clock import PlayClock
 from minitui.trace.reader import TraceReader
+from minitui.viewmodel.history.lanes import Lanes
 from minitui.viewmodel.history.steps import Steps
+from minitui.viewmodel.history.tokens import TokenTimes
 
 UNKNOWN = 1 << 26  # ids from here on stand for tokens that the recording does not tell
 MOST_UNKNOWN = (1 << 31) - UNKNOWN - 2
@@ -65,7 +67,8 @@ class Asked:
 @dataclass(slots=True)
 class Recorded:
     """The requests of a recording in the order of their arrival. `warm`: texts that were cached at the beginning, the
-    one used last at the end, each with its salt. `notes`: sentences about what the recording does not tell."""
+    one used last at the end, each with its salt. `lanes`, `tokens` (their arrivals) and `evicted` (blocks) are known if
+    no records are missing. `notes`: sentences about what the recording does not tell."""
 
     requests: list[Asked]
     warm: list[tuple[array[int], int]]
@@ -74,6 +77,9 @@ class Recorded:
     steps: Steps  # the last ones
     notes: list[str]
     unknown: int  # the first id that no text has
+    lanes: Lanes | None = None
+    tokens: TokenTimes | None = None
+    evicted: int = 0  # blocks
 
     def ids(self, asked: Asked, unknown: Iterator[int]) -> list[int]:
         """Returns the ids of a prompt and its reply; `unknown`: ids for the tokens that are not known."""
@@ -130,7 +136,11 @@ def asked_of(kept: Kept, hidden: bool, exact: bool) -> Recorded:
         notes.append("windows and recurrent states are not played: with them, a hit can be shorter")
     if hidden:
         notes.append("texts are hidden: what was evicted and computed again counts as another text")
-    return Recorded(requests, warm, folding.state.block_size, hidden, steps, notes, UNKNOWN + folding.numbered)
+    size, unknown = folding.state.block_size, UNKNOWN + folding.numbered
+    recorded = Recorded(requests, warm, size, hidden, steps, notes, unknown)
+    if not gaps:
+        recorded.lanes, recorded.tokens, recorded.evicted = folding.lanes, folding.tokens, folding.evicted
+    return recorded
 
 
 def hides_texts(kept: Kept) -> bool:
@@ -154,16 +164,21 @@ class _Folding(Reader):
         self, state: State, steps: Steps, base: float, taken: dict[int, Asked], hidden: bool, exact: bool
     ) -> None:
         self.state, self.taken, self._steps, self._exact = state, taken, steps, exact
+        self.lanes = Lanes()
+        self.tokens = TokenTimes(steps, self.lanes)
+        self.lanes.step = state.step
         steps.adopt(state)
         self.clock = PlayClock(state.t, base, state, pause=0.0, idle=inf)
         self._salts: dict[int, int] = {}  # the first block of a text -> its salt
         self._hidden = hidden
         self._texts: dict[int, int] = {}  # with hidden texts: block -> the number of its text
         self.numbered = 1
+        self.evicted = 0  # blocks
         self._together: list[Asked] = []
         self._waiting = False  # the engine was idle, and has not planned a step since
         for view in state.requests.values():
             self._note(view, base, 0 if view.state == "waiting" else max(1, state.computed(view)))
+            self.lanes.adopt(view, state.computed(view))
         if hidden:
             for node in state.nodes.values():
                 self._number(node.blocks)
@@ -174,10 +189,15 @@ class _Folding(Reader):
             self._started = True
             self.clock._t = record[1]  # the snapshot before the first record has no time
         self.clock.advance(record)
-        self._steps.read(record)
-        self.read(record)
+        kind = kind_of(record)
+        if kind in READ:
+            if kind == "step":
+                self.tokens.before_step(named(record).step)
+            self._steps.read(record)
+            self.lanes.read_at(record, self.clock.now)
+            self.read(record)
         self.state.apply(record)
-        if kind_of(record) == "submit":
+        if kind == "submit":
             self._waiting |= len(self.state.requests) == 1
             submitted = named(record)
             one = self._note(self.state.requests[submitted.request], self.clock.now)
@@ -201,18 +221,26 @@ class _Folding(Reader):
 
     # ---- records, before they change the state
 
-    def on_finish(self, request: int, reason: str, output_tokens: int) -> None:
+    def on_finish(self, kind: str, request: int, reason: str, output_tokens: int) -> None:
+        self.on_preempt(kind, request)
         view, one = self.state.requests[request], self.taken[request]
-        self._look(view)
         one.ended, one.ended_step, one.reason = self.clock.now, self.state.step, reason
         # Tokens after a stop string were drawn, and are not in the reply. With overlap nothing tells how many.
         drawn = max(output_tokens, self.state.computed(view) + 1 - view.prompt_tokens if self._exact else 0)
         one.reply = min(drawn, view.max_total - view.prompt_tokens)
 
-    def on_preempt(self, request: int) -> None:
-        self._look(self.state.requests[request])
+    def on_preempt(self, kind: str, request: int) -> None:
+        view = self.state.requests[request]
+        self._look(view)
+        self.lanes.release(kind, request, self.state.computed(view), len(view.table), self._steps.committed)
 
     on_requeue = on_preempt
+
+    def on_time(self, step: int) -> None:
+        self.lanes.ended_step = step
+
+    def on_fail(self, step: int) -> None:
+        self.lanes.ended_step = step - 1
 
     def on_step(self, step: int) -> None:
         state = self.state
@@ -221,6 +249,9 @@ class _Folding(Reader):
         for one in self._together:
             one.at = self._together[-1].at
         self._together, self._waiting = [], False
+
+    def on_evict(self, blocks: int) -> None:
+        self.evicted += blocks
 
     def on_insert(self, parent: int, ids: list[int], blocks: list[int]) -> None:
         if not parent:
@@ -274,6 +305,10 @@ class _Folding(Reader):
             for block in blocks:
                 self._texts[block] = self.numbered // size + 1
                 self.numbered += size
+
+
+# The kinds of records that are more than applied.
+READ = Steps.READS.keys() | Lanes.READS.keys() | _Folding.READS.keys()
 
 
 def _spelled(numbers: list[int], size: int) -> array[int]:

@@ -23,13 +23,15 @@ from engine.core.step_clock import StepClock, StepTimes
 from engine.errors import EngineError, InvalidRequest
 from engine.info import EngineInfo
 from engine.params import SamplingParams
-from engine.trace.records import Record, RecordLog
+from engine.trace.kind import Record, kind_of, named
+from engine.trace.records import RecordLog
 from engine.trace.side_pool import SideGroup
 from minitui.text import count
 from minitui.trace.recorder import Recorder
 from minitui.viewmodel.compare.runs import RunFigures
 from minitui.viewmodel.history.steps import IDLE_SHOWN
 from minitui.viewmodel.history.tokens import percentiles
+from minitui.viewmodel.view import View
 from minitui.whatif.asked import Asked, Recorded
 from minitui.whatif.cost import (
     FEATURES,
@@ -195,7 +197,7 @@ class Player:
         self.played: dict[int, Played] = {}  # by the engine's number
         self.refused: list[Asked] = []
         self.cut = 0  # replies that the pool or the context ends earlier
-        self.steps = 0
+        self.steps = self.evicted = self.twice = 0  # blocks evicted; tokens computed twice
         self.began = self.ended = self._idle = 0.0  # seconds
         self._due: list[tuple[float, int, Asked]] = []
         self._leaves: list[tuple[float, int, int]] = []  # requests that end before their first token
@@ -211,7 +213,8 @@ class Player:
         self.device.charge(self._costs)
         self.began = self.device.now
         self.snapshot = self.engine.snapshot()
-        self.log.enabled = self._traced
+        self.log.enabled, self.log.watch = self._traced, self._watch
+        self.twice = -self.engine.cache.waste.preempted
         first_step = self.engine.scheduler.step
         for asked in self.recorded.requests:
             if asked.before and asked.id in earlier:
@@ -237,7 +240,12 @@ class Player:
                 self.records += self.log.drain()
         self.steps = engine.scheduler.step - first_step
         self.ended = device.now
+        self.twice += self.engine.cache.waste.preempted
         return self
+
+    def _watch(self, record: Record) -> None:
+        if kind_of(record) == "evict":
+            self.evicted += named(record).blocks
 
     # ---- requests
 
@@ -255,9 +263,14 @@ class Player:
         for _ in range(EARLIER_STEPS):
             if all(r.decoding for r in self.engine.scheduler.requests.values()):
                 break
-            self.engine.step()
-        self.engine.drain()
+            self._ended(self.engine.step())
+        self._ended(self.engine.drain())
         return {one.id for one in earlier}
+
+    def _ended(self, emitted: list[Emitted]) -> None:
+        for item in emitted:
+            if item.finish_reason:
+                self._finished(item.request.id, item.request)
 
     def _cache(self, number: int, text: Iterable[int], salt: int) -> None:
         """Put a text into the tree, which nobody uses."""
@@ -339,10 +352,10 @@ class Player:
             requests=len(every), finished=sum(one.finished for one in every), time=time, steps=self.steps,
             replies=replies, tok_s=replies / time * 1e3 if time else None,
             tokens_a_step=replies / self.steps if self.steps else None, prompt_tokens=prompts, cached=cached,
-            computed=sum(one.asked.prompt for one in new) - cached, twice=None, firsts=len(firsts),
+            computed=sum(one.asked.prompt for one in new) - cached, twice=self.twice, firsts=len(firsts),
             first_p50=first_p50, first_p99=first_p99, gaps=len(gaps), gap_p50=gap_p50, gap_p99=gap_p99,
             gap_longest=float(gaps.max()) if len(gaps) else None, longest=None, delayed=None,
-            preemptions=sum(one.preemptions for one in every), evicted=None,
+            preemptions=sum(one.preemptions for one in every), evicted=self.evicted,
             drafted=sum(one.drafted for one in every), accepted=sum(one.accepted for one in every),
         )
 
@@ -360,6 +373,14 @@ class Player:
             reasons = "; ".join(beyond(self.device.most, self._costs.most)) or "of rows"
             notes.append(f"extrapolated: {share:.0%} of the steps have work like no recorded step: {reasons}.")
         return notes
+
+    def view(self, name: str) -> View:
+        """Returns the run as a view, with this name. Needs `traced`."""
+        view = View()
+        view.reset(self.snapshot, self.records)
+        view.fold(self.records)
+        view.history.caching, view.run_name = self.setting.cache, name
+        return view
 
     def write(self, path: Path, info: EngineInfo) -> None:
         """Write the run as a recording. Needs `traced`."""

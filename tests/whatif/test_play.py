@@ -4,7 +4,7 @@ not depend on time. The real runs drive the real engine over the simulated devic
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from engine.params import SamplingParams
 from minitui.exercises import work
 from minitui.server.telemetry.broadcast import MASKED
 from minitui.trace.recorder import Recorder
+from minitui.viewmodel.compare.runs import Run, recorded_view
 from minitui.whatif.answer import Question
 from minitui.whatif.cost import FEATURES
 from minitui.whatif.play import Player
@@ -157,6 +158,21 @@ def test_a_target_for_gaps_is_recorded_and_learns_from_the_played_times(traced, 
     costs = replace(work.costs(), own=[float(name in ("steps", "prefill tokens")) for name in FEATURES])
     player = Player(question.recorded, costs, question.setting, "closed", traced).run()
     assert LEAST < player.engine.scheduler.gaps.tokens < 40  # 1 ms a token: only 39 would fit
+
+
+@pytest.mark.parametrize("speculation", [0, 4])
+def test_figures_are_those_of_the_records(speculation, tmp_path):
+    small = replace(BASE, blocks=60, budget=24, speculation=speculation)
+    real(tmp_path / "run.trace", small, 1, closed=True, echo=bool(speculation))
+    question = Question(tmp_path / "run.trace", "closed")
+    assert question.figures == Run(recorded_view(question.reader)).figures
+    player = question.play(question.setting, traced=True)
+    told, seen = asdict(player.figures), asdict(Run(player.view("played")).figures)
+    for name in ("requests", "finished", "steps", "replies", "cached", "twice", "evicted", "preemptions"):
+        assert told[name] == seen[name], name
+    for name in ("time", "first_p50", "first_p99", "gap_p50", "gap_p99"):
+        assert told[name] == pytest.approx(seen[name], rel=0.01), name  # records have whole microseconds
+    assert told["twice"] > 100 < told["evicted"] and told["preemptions"]
 
 
 def test_hidden_texts_are_known_by_their_blocks(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.info import EngineInfo
 from minitui.text import count, duration, exact, listed
-from minitui.viewmodel.compare.runs import KEYS, QUANTITIES, Quantity, Run, Value
+from minitui.viewmodel.compare.runs import KEYS, QUANTITIES, Quantity, Run, Totals, Value
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.request_words import request_data
 
@@ -70,8 +70,9 @@ class Difference:
 class Comparison:
     """One or two runs on clocks that begin together. `key`: the quantity that the setting is meant to change."""
 
-    def __init__(self, runs: Sequence[Run], key: str = "") -> None:
-        self.runs, self.key = list(runs), key
+    def __init__(self, runs: Sequence[Run | Totals], key: str = "") -> None:
+        self.runs: list[Run] = list(runs)  # type: ignore[arg-type]  # drawings and data need more than totals
+        self.key = key
 
     @classmethod
     def of(cls, view: View, key: str = "") -> Comparison:

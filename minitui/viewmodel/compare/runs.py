@@ -170,6 +170,15 @@ class Clock:
         return self.first + int(np.searchsorted(self.ends, place, "right")) - 1
 
 
+@dataclass(frozen=True)
+class Totals:
+    """A run of which only the figures are known: it can be compared in words."""
+
+    name: str
+    figures: RunFigures
+    forgotten = False
+
+
 class Run:
     """A run: all that a view has folded since its last snapshot. The view may still fold records."""
 
@@ -397,13 +406,13 @@ def _marked(spans: list[Span], mark: Span) -> list[Span]:
     return marked
 
 
-def recorded_view(reader: TraceReader, name: str = "", last: int | None = None) -> View:
+def recorded_view(reader: TraceReader, name: str = "", last: int | None = None, on_all_cores: bool = False) -> View:
     """Returns the view at the end of a recording. If records are missing, the view begins after the last gap. `last`:
     records of a part of the file that begins after this step are left out. Raises TraceError if a part of the file
-    cannot be read."""
+    cannot be read. `on_all_cores`: see TraceReader.parts."""
     view = View()
     view.texts.ids_to_text, view.texts.group_names = reader.decode, reader.names
-    for part, missing in reader.parts():
+    for part, missing in reader.parts(on_all_cores):
         if last is not None and part.keyframe.step > last:
             break
         if missing is not None:
