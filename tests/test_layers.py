@@ -64,8 +64,8 @@ PRODUCT = ("minitui", "textual", "rich", "typer", "fastapi", "uvicorn")
 ENGINE = ("engine", "engine.process.client", "engine.core.engine", "engine.build", "engine.process.server")
 ENGINE_WITH_TORCH = ("engine.llm", "engine.worker.runner")
 NO_TEXTUAL = (
-    "sources.local", "chat.sessions", "chat.store", "settings", "viewmodel.updater", "viewmodel.view", "teaching.demo",
-    "cli.ask", "chat.model_choice", "trace.reader",
+    "sources.local", "chat.sessions", "chat.store", "settings", "viewmodel.updater", "viewmodel.view",
+    "teaching.scenarios", "cli.ask", "chat.model_choice", "trace.reader",
 )
 NO_TORCH = (
     "minitui.tui.app", "minitui.cli.main", "minitui.cli.launch", "engine.process.client", "engine.text.tokenizer",

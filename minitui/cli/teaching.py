@@ -56,7 +56,7 @@ def demo(
       minitui demo speculation       draft tokens are copied from the text; one step checks several tokens
       minitui demo cache --plain     print the demo `cache` as text
     """
-    from minitui.teaching.demo import DEMOS, print_demo
+    from minitui.teaching.scenarios import DEMOS, print_demo
     from minitui.tui.demo import play_in_app
 
     if name is None:

@@ -19,7 +19,7 @@ from engine.errors import EngineError
 from minitui.dev.screenshots import Scene, make, until
 from minitui.export.png import NO_BROWSER, find_browser, write_png
 from minitui.export.svg import offline
-from minitui.teaching.demo import DEMOS
+from minitui.teaching.scenarios import DEMOS
 from minitui.tui.app import MinituiApp
 from minitui.tui.demo import play_in_app
 

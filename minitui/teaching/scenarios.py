@@ -7,6 +7,7 @@ the same. All figures are counted from the records of the run.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -14,11 +15,13 @@ from typing import Any
 
 from engine.errors import EngineError
 from engine.trace.views import CACHED, FREE, SHARED, NodeView
-from minitui.chat.conversation import Session
+from minitui.chat.conversation import Sampling, Session
+from minitui.chat.model_choice import load_codec
+from minitui.sources.base import Source
 from minitui.teaching.contrast_scenarios import batching, cache_on_off, chunked_prefill, fairness, speculation
 from minitui.teaching.contrasts import CONTRASTS, QUESTIONS, paste
 from minitui.teaching.hybrid import INTERVAL, OPTIONS, hybrid
-from minitui.teaching.stage import Stage
+from minitui.teaching.stage import Restart, Stage, plain_stage
 from minitui.text import match_reason
 from minitui.viewmodel.state.eviction import EvictionOrder
 
@@ -310,3 +313,32 @@ DEMOS = {
     ),
     "speculation": _of("speculation", "draft tokens copied from the text, several checked in one step", speculation),
 }
+
+
+async def print_demo(
+    demo: Demo, source: Source, system: str, sampling: Sampling, load: Any = load_codec, beat: float = 0.0,
+    restart: Restart | None = None,
+) -> int:
+    """Plays a demo and prints its texts; returns the exit code. `load`: loads the codec of a model. `beat`: scales all
+    pauses. `restart`: starts another engine."""
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        source.name_groups(stage.chats.names)
+        first, *rest = text.split("\n")
+        lines = [f"{time.monotonic() - began:5.1f} s  {first}", *(f"         {line}" for line in rest)]
+        print("\n".join(lines), flush=True)
+
+    async def named_restart(changes: dict[str, Any]) -> None:
+        assert restart is not None
+        source.name_groups(stage.chats.names)  # now, because the new engine is recorded in another file
+        await restart(changes)
+
+    async with plain_stage(
+        source, sampling, load, system=system, say=say, restart=named_restart if restart else None, beat=beat
+    ) as stage:
+        try:
+            await demo.play(stage)
+        finally:
+            source.name_groups(stage.chats.names)
+    return 0

@@ -169,7 +169,7 @@ class SideGroups:
         if block is not None and block not in pool.kept and page not in pool.block_of:
             self._write("keep", side.index, request, [(block, page)])
 
-    def uncache(self, page: int, request: int = -1) -> bool:
+    def uncache(self, page: int) -> bool:
         """The content of a page is not cached any more, as far as it was. Returns whether it was."""
         for side in self.all:
             texts = side.texts.pop(page, None)
@@ -178,12 +178,9 @@ class SideGroups:
             if page in self._state.groups[side.index].block_of:
                 self._write("lose", side.index, [page], REUSED)
             for hash in texts:
-                pages = side.pages[hash]
-                del pages[page]
-                if not pages:
+                del side.pages[hash][page]
+                if not side.pages[hash]:
                     del side.pages[hash]
-                elif request >= 0:
-                    self._keep(side, request, hash)
             return True
         return False
 

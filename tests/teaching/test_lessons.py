@@ -26,7 +26,6 @@ from minitui.teaching import contrasts, hybrid
 from minitui.teaching.lesson_progress import LessonProgress
 from minitui.teaching.lessons import (
     LESSONS,
-    kinds_of_memory,
     l3_paged_kv,
     l4_paged_attention,
     l6_scheduler,
@@ -299,7 +298,7 @@ def test_the_radix_lesson_counts_what_was_shared(outcome: Callable[[int], Taught
 def test_the_radix_lesson_tells_what_a_checkpoint_costs(outcome: Callable[[int], Taught]) -> None:
     text = outcome(9).seen["Three kinds of memory"].text
     cached, again, new = bars(text).values()
-    assert (cached, cached + again) == (kinds_of_memory.PAGE, hybrid.FOUND) and cached + again + new == hybrid.PROMPT
+    assert (cached, cached + again) == (l9_radix.PAGE, hybrid.FOUND) and cached + again + new == hybrid.PROMPT
     assert f"the nearest checkpoint is at {cached}: {again} tokens again" in text
     assert f"the third chat took {cached + again}:" in text
 

@@ -19,8 +19,7 @@ from minitui.cli.options import engine_config
 from minitui.sources.local import LocalSource
 from minitui.sources.recording import RecordingSource
 from minitui.teaching.contrasts import BUSY, LENGTHS, SHORT
-from minitui.teaching.demo import print_demo
-from minitui.teaching.scenarios import DEMOS, Demo
+from minitui.teaching.scenarios import DEMOS, Demo, print_demo
 from minitui.teaching.stage import Stage
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.compare.comparison import Comparison

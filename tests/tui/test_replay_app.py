@@ -19,7 +19,7 @@ from minitui.cli.recordings import run_export
 from minitui.export import png
 from minitui.export.png import find_browser
 from minitui.export.svg import screen_svg
-from minitui.teaching.demo import DEMOS
+from minitui.teaching.scenarios import DEMOS
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceError
 from minitui.tui.demo import play_in_app

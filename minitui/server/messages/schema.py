@@ -34,17 +34,11 @@ def one_block(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class TextBlock(Open):
-    type: str = Field(max_length=64)
-    text: str | None = None
+class TextBlock(Typed):
+    kind = "a block"
+    needs: ClassVar = {"text": ("text",)}
 
-    @model_validator(mode="after")
-    def _is_text(self) -> TextBlock:
-        if self.type != "text":
-            raise ValueError(f"a block of type {self.type!r} is not supported here: this model reads text only")
-        if self.text is None:
-            raise ValueError("a block of type text needs text")
-        return self
+    text: str | None = None
 
 
 TextBlocks = Annotated[

@@ -17,7 +17,7 @@ from minitui.server.notices import notice
 from minitui.server.openai.chat_schema import MAX_MESSAGES
 from minitui.server.responses.tools import Called, ToolChoice, Tools, as_arguments
 from minitui.server.schema import MAX_METADATA, Sampled, StreamOptions
-from minitui.server.strict import Open, Strict, at_most
+from minitui.server.strict import Strict, at_most
 
 TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 NEEDS = {  # type of an item -> the fields that it needs
@@ -62,18 +62,12 @@ def known_items(value: Any) -> Any:
     return [item for item, kind in zip(value, kinds, strict=True) if kind not in found]
 
 
-class Part(Open):
-    type: str = Field(max_length=64)
+class Part(Typed):
+    kind = "a part"
+    needs: ClassVar = dict.fromkeys(TEXTS, ("text",)) | {"refusal": ("refusal",)}
+
     text: str | None = None
     refusal: str | None = None
-
-    @model_validator(mode="after")
-    def _is_text(self) -> Part:
-        if self.type not in TEXTS:
-            raise ValueError(f"a part of type {self.type!r} is not supported: this model reads text only")
-        if self.text is None and self.refusal is None:
-            raise ValueError(f"a part of type {self.type} has no text")
-        return self
 
 
 Parts = Annotated[

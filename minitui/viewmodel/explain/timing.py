@@ -32,6 +32,7 @@ LEAST_REST = 0.01  # a smaller share of the excess is not called unexplained
 OVERLAPPED = 1.05  # a device time of more times the step's time began before the step's time
 MAX_STEPS = 20_000  # the largest number of steps in the window
 RECENT_FIRST_TOKENS = 32
+RECENT = 8  # steps in a chart
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Timings:
     limits: tuple[OtherPrograms | Limit, ...] = ()  # what limits the speed: host, device or other programs
 
 
-def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent: int = 8) -> Timings:
+def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int) -> Timings:
     """Returns the timings of the last WINDOW_SECONDS of step time up to step `horizon`. Only time inside steps counts:
     a long pause does not empty the window."""
     last = steps.get(horizon)
@@ -109,7 +110,7 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     exchanged = ~np.isnan(comm)
     launch = steps.column("launch")[at]
     host = steps.column("plan")[at] + np.nan_to_num(launch) + steps.column("commit")[at]
-    rows = [steps.get(int(n)) for n in numbers[-recent:]]
+    rows = [steps.get(int(n)) for n in numbers[-RECENT:]]
     return Timings(
         **{name: _stats(took[kinds == kind], total) for kind, name in enumerate(KINDS)}, by_device=overlapped,
         median_ms=float(np.median(decoding if len(decoding) else wall)), seconds=float(wall.sum()) / 1e3, steps=len(at),

@@ -123,11 +123,11 @@ def evicted_next(state: State, pool: SidePool, most: int) -> list[tuple[int, int
     return found
 
 
-def eviction_words(state: State, pool: SidePool, most: int = NAMED) -> str:
+def eviction_words(state: State, pool: SidePool) -> str:
     """Returns the order of eviction of a group: "next: slot 4 (node 3, after 64 tokens), …; 5 slots are free"."""
     name, free = unit(pool.group), len(pool.free)
     after = f"after {count(free, f'free {name}')}: " if free else ""
-    evicted = evicted_next(state, pool, most)
+    evicted = evicted_next(state, pool, NAMED)
     order = [f"{name} {page:,} (node {node}, up to token {end:,})" for page, node, end in evicted]
     more = f" and {len(pool.idle) - len(order):,} more" if len(pool.idle) > len(order) else ""
     return after + (", ".join(order) + more if order else f"no {name} can be evicted")
