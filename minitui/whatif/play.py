@@ -344,6 +344,7 @@ class Player:
         firsts = np.array([one.first_ms for one in new if one.tokens])
         first_p50, first_p99 = percentiles(firsts) if len(firsts) else (None, None)
         gaps = np.concatenate([np.empty(0), *(np.diff(one.tokens) * 1e3 for one in every)])
+        gaps = gaps[gaps > 0]  # accepted drafts come with the token of their step
         gap_p50, gap_p99 = percentiles(gaps) if len(gaps) else (None, None)
         time = (self.ended - self.began - self._idle) * 1e3
         replies, prompts = sum(len(one.tokens) for one in every), sum(one.asked.prompt for one in every)
