@@ -22,19 +22,8 @@ HEADER = 16  # int32 numbers before the lists, so that the lists are aligned
 
 @triton.jit(do_not_specialize=["size"])
 def _prepare_kernel(
-    sent,
-    block_table,
-    last_token,
-    tokens,
-    rows,
-    seq_lens,
-    stride_table,
-    size,
-    ENTRIES: tl.constexpr,
-    OTHERS: tl.constexpr,
-    CHANGES: tl.constexpr,
-    HEAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    sent, block_table, last_token, tokens, rows, seq_lens, stride_table, size, ENTRIES: tl.constexpr,
+    OTHERS: tl.constexpr, CHANGES: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):
     n = tl.load(sent)
     m = tl.load(sent + 1)

@@ -13,6 +13,9 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 OVERLAP = (9, 0)  # programmatic dependent launch
 RESERVED = 2048  # bytes of shared memory that a kernel uses for other things than tiles
@@ -41,6 +44,14 @@ def overlap() -> dict[str, bool]:
     """Returns the arguments of a kernel that starts before the previous kernel has ended, if the card can do that."""
     can = card().capability >= OVERLAP
     return {"PDL": can, "launch_pdl": can}
+
+
+@triton.jit
+def after_previous(PDL: tl.constexpr):
+    """Wait until the previous kernel has ended, and let the next one start. PDL: the launches overlap."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 def fitting(stages: int, stage_bytes: int, other_bytes: int = 0) -> int:

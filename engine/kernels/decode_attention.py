@@ -24,9 +24,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.card import overlap
+from engine.kernels.card import after_previous, overlap
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 32
@@ -78,15 +77,23 @@ def capped(scores, CAP: tl.constexpr):
 
 
 @triton.jit
-def _online(q_tile, k, v, inside, m, mass, acc, scale, CAP: tl.constexpr):
-    """Add one tile of keys to the running softmax: maximum `m`, sum of weights `mass`, weighted values `acc`."""
+def _weights(q_tile, k, inside, m, mass, scale, CAP: tl.constexpr):
+    """Add a tile of keys to the running softmax: maximum `m`, sum of weights `mass`.
+
+    Returns both, the keys' weights, and the factor of what the values of earlier keys add up to.
+    """
     scores = tl.where(inside[None, :], capped(tl.dot(q_tile, tl.trans(k)) * scale, CAP), -1.0e30)
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
     alpha = tl.exp2(m - m_new)
-    mass = mass * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
-    return m_new, mass, acc
+    return m_new, mass * alpha + tl.sum(p, 1), p, alpha[:, None]
+
+
+@triton.jit
+def _online(q_tile, k, v, inside, m, mass, acc, scale, CAP: tl.constexpr):
+    """Add one tile of keys and values to the running softmax and the weighted sum of values `acc`."""
+    m, mass, p, alpha = _weights(q_tile, k, inside, m, mass, scale, CAP)
+    return m, mass, tl.dot(p.to(v.dtype), v, acc * alpha)
 
 
 @triton.jit
@@ -107,16 +114,10 @@ def fp8_pairs(v):
 @triton.jit
 def _online_fp8(q_tile, k, v, inside, m, mass, even, odd, CAP: tl.constexpr):
     """`_online` for 8-bit keys [TILE, D] and pairs of values [TILE, D / 2]; sums even and odd columns separately."""
-    scores = tl.where(inside[None, :], capped(tl.dot(q_tile, tl.trans(k.to(tl.float16))), CAP), -1.0e30)
-    m_new = tl.maximum(m, tl.max(scores, 1))
-    p = tl.exp2(scores - m_new[:, None])
-    alpha = tl.exp2(m - m_new)
-    mass = mass * alpha + tl.sum(p, 1)
+    m, mass, p, alpha = _weights(q_tile, k.to(tl.float16), inside, m, mass, 1.0, CAP)
     p = p.to(tl.float16)
     v_even, v_odd = fp8_pairs(v)
-    even = tl.dot(p, v_even, even * alpha[:, None])
-    odd = tl.dot(p, v_odd, odd * alpha[:, None])
-    return m_new, mass, even, odd
+    return m, mass, tl.dot(p, v_even, even * alpha), tl.dot(p, v_odd, odd * alpha)
 
 
 @triton.jit(
@@ -124,42 +125,11 @@ def _online_fp8(q_tile, k, v, inside, m, mass, even, odd, CAP: tl.constexpr):
     do_not_specialize_on_alignment=["block_table", "rows", "seq_lens"],
 )
 def _decode_kernel(
-    q,
-    k_cache,
-    v_cache,
-    out,
-    partial,
-    stats,
-    counters,
-    block_table,
-    rows,
-    seq_lens,
-    qk_weight,
-    rope,
-    kv_scales,
-    sinks,
-    stride_q,
-    stride_o,
-    stride_table,
-    window,
-    scale,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
-    FUSED: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    PEEL: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    q, k_cache, v_cache, out, partial, stats, counters, block_table, rows, seq_lens, qk_weight, rope, kv_scales, sinks,
+    stride_q, stride_o, stride_table, window, scale, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr,
+    FUSED: tl.constexpr, HAS_NORM: tl.constexpr, EPS: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PEEL: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     kvh = tl.program_id(0)
     i = tl.program_id(1)
@@ -173,7 +143,7 @@ def _decode_kernel(
         v_scale = tl.load(kv_scales + KV_HEADS + kvh)
         v_pairs = v_cache.to(tl.pointer_type(tl.int16))
 
-    # Lengths, tables and older keys were written at least two kernels ago, so they are read before `gdc_wait`.
+    # Lengths, tables and older keys were written at least two kernels ago, so they are read before the wait.
     length = tl.load(seq_lens + i)
     first_key = 0
     if WINDOWED:
@@ -188,10 +158,9 @@ def _decode_kernel(
     h_mask = h < GROUP
     out_at = out + i * stride_o + (kvh * GROUP + h)[:, None] * D + d[None, :]
     if split >= active:
-        return  # `gdc_wait` is not needed: the program of split 0 waits for the previous kernel
+        return  # no wait: the program of split 0 waits for the previous kernel
     if old < (0 if FUSED else 1):
-        if PDL:
-            gdc_wait()
+        after_previous(PDL)
         tl.store(out_at, tl.zeros([BLOCK_H, D], out.dtype.element_ty), mask=h_mask[:, None])
         return
     start = first_key + split * chunk
@@ -205,9 +174,7 @@ def _decode_kernel(
             v0 = _load_tile(v_pairs, table, token0, token0 < end, kvh, BLOCK_SIZE, TOKEN // 2, D // 2)
         else:
             v0 = _load_tile(v_cache, table, token0, token0 < end, kvh, BLOCK_SIZE, TOKEN, D)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     q_row = q + i.to(tl.int64) * stride_q
     m = tl.full([BLOCK_H], -1.0e30, tl.float32)
     mass = tl.zeros([BLOCK_H], tl.float32)

@@ -43,21 +43,8 @@ FAR = tl.constexpr(1 << 30)  # behind all tokens
 
 @triton.jit(do_not_specialize=["n", "m"], do_not_specialize_on_alignment=["segments", "cu_segments"])
 def _conv_kernel(
-    x,
-    weight,
-    conv,
-    out,
-    segments,
-    cu_segments,
-    n,
-    m,
-    stride_x,
-    C,
-    K: tl.constexpr,
-    KEPT: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    N: tl.constexpr,
+    x, weight, conv, out, segments, cu_segments, n, m, stride_x, C, K: tl.constexpr, KEPT: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, N: tl.constexpr,
 ):
     tile = tl.program_id(0)
     entry = tile
@@ -143,24 +130,8 @@ def _unit(x, EPS: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["segments", "cu_segments"])
 def _step_kernel(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    out,
-    pool,
-    segments,
-    cu_segments,
-    stride_q,
-    stride_k,
-    stride_v,
-    SCALE: tl.constexpr,
-    EPS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
+    q, k, v, g, beta, out, pool, segments, cu_segments, stride_q, stride_k, stride_v, SCALE: tl.constexpr,
+    EPS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     PARTS: tl.constexpr = DV // COLUMNS
@@ -244,23 +215,8 @@ def _chunk_of(chunk, segments, cu_segments, n, m, CHUNK: tl.constexpr, M: tl.con
 
 @triton.jit(do_not_specialize=["n", "m"], do_not_specialize_on_alignment=["segments", "cu_segments"])
 def _solve_kernel(
-    k,
-    g,
-    beta,
-    scores,
-    segments,
-    cu_segments,
-    n,
-    m,
-    stride_k,
-    EPS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    DK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
+    k, g, beta, scores, segments, cu_segments, n, m, stride_k, EPS: tl.constexpr, KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, DK: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -284,33 +240,9 @@ def _solve_kernel(
 
 @triton.jit(do_not_specialize=["n", "m"], do_not_specialize_on_alignment=["segments", "cu_segments"])
 def _chunk_kernel(
-    q,
-    k,
-    v,
-    g,
-    written,
-    erased,
-    queries,
-    keys,
-    scores,
-    decays,
-    segments,
-    cu_segments,
-    n,
-    m,
-    stride_q,
-    stride_k,
-    stride_v,
-    SCALE: tl.constexpr,
-    EPS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    CHUNK: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    EXACT: tl.constexpr,
+    q, k, v, g, written, erased, queries, keys, scores, decays, segments, cu_segments, n, m, stride_q, stride_k,
+    stride_v, SCALE: tl.constexpr, EPS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, CHUNK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EXACT: tl.constexpr,
 ):
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -351,22 +283,8 @@ def _chunk_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["segments", "cu_segments"])
 def _scan_kernel(
-    written,
-    erased,
-    queries,
-    keys,
-    scores,
-    decays,
-    out,
-    pool,
-    segments,
-    cu_segments,
-    HEADS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EXACT: tl.constexpr,
+    written, erased, queries, keys, scores, decays, out, pool, segments, cu_segments, HEADS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     PARTS: tl.constexpr = DV // COLUMNS

@@ -2,8 +2,8 @@
 
     weights          scale per     1 token    2 to 64 tokens    more tokens
     e4m3             row           gemv       skinny            torch._scaled_mm
-    e4m3             block         gemv       skinny            fp8_blocks.py
-    whole numbers    row           gemv       skinny            int8.py
+    e4m3             block         gemv       skinny            eight_bits_many.py
+    whole numbers    row           gemv       skinny            eight_bits_many.py
 
 gemv widens the weights as it reads them and does not round activations. The other kernels multiply on the tensor cores,
 weights and activations in 8 bits.
@@ -24,90 +24,21 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels import fp8_blocks, int8
-from engine.kernels.card import fitting, overlap
-from engine.kernels.fp8_blocks import E4M3_MAX, LOW, activations
+from engine.kernels import eight_bits_many
+from engine.kernels.card import after_previous, fitting, overlap
+from engine.kernels.eight_bits_many import RANGES, round_groups, round_rows
 from engine.kernels.gemv import ScaledMatrix, gemv
 
 SKINNY = 64  # tokens
 BLOCK_K = 128  # the tensor cores sum this many products of e4m3 with fewer bits; the sums are then added in float32
-RANGES = {torch.float8_e4m3fn: (E4M3_MAX, LOW), torch.int8: (127.0, 254.0)}  # the largest number, the factor of `low`
-
-
-@triton.jit
-def _round_rows_kernel(
-    x,
-    values,
-    scale,
-    K,
-    MOST: tl.constexpr,
-    FACTOR: tl.constexpr,
-    SILU: tl.constexpr,
-    BOTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    inside = k < K
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    v = activations(x, row, k, inside, K, SILU)
-    # A NaN makes the scale of its row infinite, so the results of the row are NaN.
-    largest = tl.max(tl.where(v != v, float("inf"), tl.abs(v)), 0)
-    tl.store(scale + row, largest / MOST)
-    v = v * (MOST / tl.maximum(largest, 1e-30))
-    WHOLE: tl.constexpr = values.dtype.element_ty == tl.int8
-    high = (tl.floor(v + 0.5) if WHOLE else v).to(values.dtype.element_ty)
-    tl.store(values + row * K + k, high, mask=inside)
-    if BOTH:
-        low = (v - high.to(tl.float32)) * FACTOR
-        low = (tl.floor(low + 0.5) if WHOLE else low).to(values.dtype.element_ty)
-        tl.store(values + (tl.num_programs(0) + row) * K + k, low, mask=inside)
-
-
-def round_rows(
-    x: torch.Tensor, *, silu: bool = False, both: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds x [T, K]; returns values [T, K] of an 8-bit dtype and their scales fp32 [T, 1].
-
-    With `silu`, x [T, 2 K] is gate and up, and silu(gate) * up is rounded. With `both`, the values are [2 T, K]: first
-    the high parts, then the low parts, which are multiplied by a factor (RANGES).
-    """
-    most, factor = RANGES[dtype]
-    tokens, k = x.shape[0], x.shape[1] // (2 if silu else 1)
-    values = torch.empty(tokens * (2 if both else 1), k, dtype=dtype, device=x.device)
-    scale = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(k)
-    _round_rows_kernel[(tokens,)](
-        x, values, scale, k, MOST=most, FACTOR=factor, SILU=silu, BOTH=both, BLOCK=block,
-        num_warps=max(1, min(16, block // 512)), **overlap(),
-    )
-    return values, scale
 
 
 @triton.jit(do_not_specialize=["M"])  # one compiled program for any number of tokens
 def _skinny_kernel(
-    x,
-    x_scale,
-    w,
-    w_scale,
-    y,
-    M,
-    N,
-    K: tl.constexpr,
-    FACTOR: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    x, x_scale, w, w_scale, y, M, N, K: tl.constexpr, FACTOR: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -119,9 +50,7 @@ def _skinny_kernel(
         at_scale = w_scale + tile * BLOCK_N // BLOCK_K * (K // BLOCK_K) + part * SPAN // BLOCK_K
     else:
         by_row = tl.load(w_scale + n, mask=n < N, other=0.0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     SUM: tl.constexpr = tl.int32 if WHOLE else tl.float32
     high = tl.zeros([BLOCK_N, BLOCK_M], SUM)
     low = tl.zeros([BLOCK_N, BLOCK_M], SUM)
@@ -213,8 +142,7 @@ def back_to_hidden(x: torch.Tensor, w: ScaledMatrix, *, silu: bool = False, in_p
 
 def _many(x: torch.Tensor, w: ScaledMatrix, *, silu: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
     if w.scale.dim() == 2:
-        y = fp8_blocks.product(*fp8_blocks.round_groups(x, silu=silu), w)[: len(x)]
+        y = eight_bits_many.product(*round_groups(x, silu=silu), w)[: len(x)]
         return y if out is None else out.copy_(y)
-    if w.values.dtype == torch.int8:
-        return int8.product(*round_rows(x, silu=silu, dtype=torch.int8), w, out)
-    return product(*round_rows(x, silu=silu), w, out)
+    many = eight_bits_many.product if w.values.dtype == torch.int8 else product
+    return many(*round_rows(x, silu=silu, dtype=w.values.dtype), w, out)

@@ -23,11 +23,10 @@ from typing import NamedTuple, Protocol
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.card import card, fitting, overlap
-from engine.kernels.norms import silu_mul
+from engine.kernels.card import after_previous, card, fitting, overlap
+from engine.kernels.norms import silu_mul, silu_times
 
 TILE = 128  # rows of a tile
 FEW = 256  # tokens
@@ -153,26 +152,9 @@ def _add_tiles(acc, words, factors, moved, x, gain, rstd, inside, GROUP, P, OFFS
 
 @triton.jit
 def _one_kernel(
-    x,
-    w,
-    groups,
-    offsets,
-    scale,
-    y,
-    norm_weight,
-    residual,
-    N,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    P: tl.constexpr,
-    EPS: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATE_UP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    PDL: tl.constexpr,
+    x, w, groups, offsets, scale, y, norm_weight, residual, N, K: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr,
+    EPS: tl.constexpr, OFFSETS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE_UP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
 ):
     """x, w and norm_weight are 32-bit words: two activations, or eight numbers of two neighbouring columns."""
     WORDS: tl.constexpr = P // 2  # of a row of a tile
@@ -202,9 +184,7 @@ def _one_kernel(
         factors2 = _group_factors(at_groups + up * SHARE, in_groups, SHARE, EVEN)
         moved2 = _group_factors(at_offsets + up * SHARE, in_groups, SHARE, EVEN) if OFFSETS else factors2
     by_row = tl.load(scale + first + r)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     rstd = 1.0
     if NORM:
         square = tl.zeros([BLOCK_B * WORDS], tl.float32)
@@ -238,9 +218,7 @@ def _one_kernel(
     dtype = y.dtype.element_ty
     total = (tl.sum(acc, 1) * by_row).to(dtype)
     if GATE_UP:
-        gate = total.to(tl.float32)
-        other = (tl.sum(acc2, 1) * tl.load(scale + N + first + r)).to(dtype).to(tl.float32)
-        total = ((gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * other).to(dtype)
+        total = silu_times(total, tl.sum(acc2, 1) * tl.load(scale + N + first + r), dtype).to(dtype)
     if RESIDUAL:
         total = (total.to(tl.float32) + tl.load(residual + first + r).to(tl.float32)).to(dtype)
     tl.store(y + first + r, total)
@@ -295,25 +273,9 @@ def _numbers(words, Q: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])  # one compiled program for any number of tokens
 def _few_kernel(
-    x,
-    w,
-    groups,
-    offsets,
-    scale,
-    y,
-    M,
-    N,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    P: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    SCALED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    x, w, groups, offsets, scale, y, M, N, K: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr, OFFSETS: tl.constexpr,
+    SCALED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -327,9 +289,7 @@ def _few_kernel(
     row = tile * BLOCK_N // 128 * TILES * 128 + tile * BLOCK_N % 128
     at_group = tile * BLOCK_N // 128 * TILES * SHARE
     column = tile * BLOCK_N % 128
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for i in tl.range(0, SPAN * P // WIDTH, num_stages=STAGES):
         t = part * SPAN + i * WIDTH // P
@@ -404,17 +364,8 @@ def few(x: torch.Tensor, w: FourBitMatrix, form: Form, out: torch.Tensor | None 
 
 @triton.jit
 def _expand_kernel(
-    w,
-    groups,
-    offsets,
-    scale,
-    out,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    P: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
+    w, groups, offsets, scale, out, K: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr, OFFSETS: tl.constexpr,
+    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):
     """w and out are 32-bit words: eight numbers of two neighbouring columns, or two numbers."""
     WORDS: tl.constexpr = P // 2
@@ -426,9 +377,7 @@ def _expand_kernel(
     row = first // 128 * TILES * 128 + t * 128 + first % 128 + r
     words = tl.load(w + row.to(tl.int64)[:, None] * WORDS + j[None, :])
     by_row = tl.load(scale + first + r)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     to = out + (first + r).to(tl.int64)[:, None] * (K // 2) + t * 2 * P + j[None, :]
     for q in tl.static_range(4):
         at = (first // 128 * (K // GROUP) + (t * 4 + q) * P // GROUP) * 128 + first % 128 + r

@@ -23,9 +23,9 @@ from typing import Protocol
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.card import overlap
+from engine.kernels.card import after_previous, overlap
+from engine.kernels.norms import silu_times
 
 
 class ScaledMatrix(Protocol):
@@ -42,9 +42,18 @@ class ScaledMatrix(Protocol):
 
 
 @triton.jit
-def spread(scale, SIZE: tl.constexpr):
-    """Returns each of the scales [SIZE / 128] 128 times. A thread loads a scale once for all its columns."""
-    return tl.broadcast_to(scale[:, None], [SIZE // 128, 128]).reshape([SIZE])
+def streamed(at, mask):
+    """Returns numbers that no other program reads: they leave the L2 cache first."""
+    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def block_scales(scale, row, c, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Returns the scales [BLOCK_K] of a row of W from column c · BLOCK_K on. A thread loads a scale once for all its
+    columns."""
+    block = c * (BLOCK_K // 128) + tl.arange(0, BLOCK_K // 128)
+    found = tl.load(scale + row // 128 * (K // 128) + block, mask=block < K // 128, other=0.0)
+    return tl.broadcast_to(found[:, None], [BLOCK_K // 128, 128]).reshape([BLOCK_K])
 
 
 @triton.jit
@@ -75,29 +84,28 @@ def widen(numbers):
 
 
 @triton.jit
-def _gemv_kernel(
-    x,
-    w,
-    y,
-    scale,
-    norm_weight,
-    residual,
-    N,
-    K: tl.constexpr,
-    EPS: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATE_UP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+def gemv_kernel(
+    x, w, y, scale, norm_weight, residual, chosen, N, K: tl.constexpr, EPS: tl.constexpr, SCALED: tl.constexpr,
+    BLOCKS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE_UP: tl.constexpr, EACH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):
+    """EACH > 0: W has a gate and an up matrix for each expert; EACH programs compute a row of y for each expert in
+    `chosen`, which is the output of an earlier kernel."""
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = K % BLOCK_K == 0
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(0) * BLOCK_N
+    if EACH > 0:
+        after_previous(PDL)
+        slot = tl.program_id(0) // EACH
+        first -= slot * EACH * BLOCK_N
+        expert = tl.load(chosen + slot).to(tl.int64)
+        y += slot * N
+        w += expert * 2 * N * K
+        if BLOCKS:
+            scale += expert * 2 * N // 128 * (K // 128)
+        elif SCALED:
+            scale += expert * 2 * N
+    rows = first + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     row_mask = (rows < N)[:, None]
     at = w + rows.to(tl.int64)[:, None] * K + k[None, :]
@@ -106,14 +114,11 @@ def _gemv_kernel(
     early2 = ()
     for c in tl.static_range(AHEAD):
         mask = row_mask if EVEN else row_mask & ((c * BLOCK_K + k) < K)[None, :]
-        tile = tl.load(at + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first")
-        early = early + (tile,)  # type: ignore[assignment]  # noqa: RUF005
+        early = early + (streamed(at + c * BLOCK_K, mask),)  # type: ignore[assignment]  # noqa: RUF005
         if GATE_UP:
-            tile2 = tl.load(at2 + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first")
-            early2 = early2 + (tile2,)  # type: ignore[assignment]  # noqa: RUF005
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+            early2 = early2 + (streamed(at2 + c * BLOCK_K, mask),)  # type: ignore[assignment]  # noqa: RUF005
+    if EACH == 0:
+        after_previous(PDL)
     rstd = 1.0
     if NORM:
         square = tl.zeros([BLOCK_K], tl.float32)
@@ -132,25 +137,13 @@ def _gemv_kernel(
         v = v.to(tl.float32)
         v2 = v
         if BLOCKS:
-            block = c * (BLOCK_K // 128) + tl.arange(0, BLOCK_K // 128)
-            at_scale = scale + tl.program_id(0) * BLOCK_N // 128 * (K // 128) + block
-            v *= spread(tl.load(at_scale, mask=block < K // 128, other=0.0), BLOCK_K)
             if GATE_UP:
-                at_scale += N // 128 * (K // 128)
-                v2 *= spread(tl.load(at_scale, mask=block < K // 128, other=0.0), BLOCK_K)
-        v = v[None, :]
-        v2 = v2[None, :]
+                v2 *= block_scales(scale, N + first, c, K, BLOCK_K)
+            v *= block_scales(scale, first, c, K, BLOCK_K)
         mask = row_mask if EVEN else row_mask & inside[None, :]
-        if c < AHEAD:
-            acc += widen(early[c]) * v
-        else:
-            acc += widen(tl.load(at + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first")) * v
+        acc += widen(early[c] if c < AHEAD else streamed(at + c * BLOCK_K, mask)) * v[None, :]
         if GATE_UP:
-            if c < AHEAD:
-                acc2 += widen(early2[c]) * v2
-            else:
-                up_tile = tl.load(at2 + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first")
-                acc2 += widen(up_tile) * v2
+            acc2 += widen(early2[c] if c < AHEAD else streamed(at2 + c * BLOCK_K, mask)) * v2[None, :]
     dtype = y.dtype.element_ty
     total = tl.sum(acc, 1)
     if SCALED:
@@ -160,9 +153,7 @@ def _gemv_kernel(
         up = tl.sum(acc2, 1)
         if SCALED:
             up *= tl.load(scale + N + rows, mask=rows < N, other=0.0)
-        up = up.to(dtype).to(tl.float32)
-        gate = total.to(tl.float32)
-        total = ((gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up).to(dtype)
+        total = silu_times(total, up, dtype).to(dtype)
     if RESIDUAL:
         r = tl.load(residual + rows, mask=rows < N, other=0.0)
         total = (total.to(tl.float32) + r.to(tl.float32)).to(dtype)
@@ -208,14 +199,20 @@ def gemv(
     """Compute y as the module's docstring describes; return it in `out` or in a new tensor [1, N]."""
     n, k = w.shape[0] // 2 if gate_up else w.shape[0], w.shape[1]
     out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
-    values, scale = (w, None) if isinstance(w, torch.Tensor) else (w.values, w.scale)
-    blocks = scale is not None and scale.dim() == 2
+    values, scale, flags = parts(w)
     block_n, block_k, ahead, warps = tiles(n, k, gate_up, scale is not None)
     block_k = min(block_k, triton.next_power_of_2(k))
     weight, eps = norm or (None, 0.0)
-    _gemv_kernel[(triton.cdiv(n, block_n),)](
-        x, values, out, scale, weight, residual, n, K=k, EPS=eps, SCALED=scale is not None and not blocks,
-        BLOCKS=blocks, NORM=norm is not None, RESIDUAL=residual is not None, GATE_UP=gate_up, BLOCK_N=block_n,
-        BLOCK_K=block_k, AHEAD=min(ahead, triton.cdiv(k, block_k)), num_warps=warps, **overlap(),
+    gemv_kernel[(triton.cdiv(n, block_n),)](
+        x, values, out, scale, weight, residual, None, n, K=k, EPS=eps, NORM=norm is not None,
+        RESIDUAL=residual is not None, GATE_UP=gate_up, EACH=0, BLOCK_N=block_n, BLOCK_K=block_k,
+        AHEAD=min(ahead, triton.cdiv(k, block_k)), num_warps=warps, **flags, **overlap(),
     )
     return out
+
+
+def parts(w: torch.Tensor | ScaledMatrix) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, bool]]:
+    """Returns the numbers, their scales, and the kernels' arguments SCALED (a scale per row) and BLOCKS."""
+    values, scale = (w, None) if isinstance(w, torch.Tensor) else (w.values, w.scale)
+    blocks = scale is not None and scale.dim() == 2
+    return values, scale, {"SCALED": scale is not None and not blocks, "BLOCKS": blocks}

@@ -26,9 +26,8 @@ from typing import Protocol
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.card import overlap
+from engine.kernels.card import after_previous, overlap
 
 ELECTED = 256  # draws that one lane of `elect` exchanges, two words each
 SPINS = 1024  # a waiting program checks the mailbox this many times, then the flag once
@@ -102,30 +101,10 @@ def _word(low, high, dtype: tl.constexpr):
 
 @triton.jit
 def _sum_kernel(
-    x,
-    residual,
-    weight,
-    out,
-    stride_part,
-    tokens,
-    count,
-    addresses,
-    calls,
-    abort,
-    HALF: tl.constexpr,
-    EPS: tl.constexpr,
-    NORM: tl.constexpr,
-    PARTS: tl.constexpr,
-    EMBED: tl.constexpr,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    SIZE2: tl.constexpr,
-    LANES: tl.constexpr,
-    WORDS: tl.constexpr,
-    SPINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PDL: tl.constexpr,
+    x, residual, weight, out, stride_part, tokens, count, addresses, calls, abort, HALF: tl.constexpr,
+    EPS: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, EMBED: tl.constexpr, RANK: tl.constexpr,
+    SIZE: tl.constexpr, SIZE2: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, SPINS: tl.constexpr,
+    BLOCK: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):
     lane = tl.program_id(0)
     i = tl.arange(0, BLOCK)
@@ -134,9 +113,7 @@ def _sum_kernel(
     weights = i
     if NORM:
         weights = tl.load(weight + i, mask=live, other=0)  # does not depend on the previous kernel
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     if EMBED:  # x has this rank's `count` rows of the embedding table; the token's row may be on another rank
         wanted = tl.load(tokens + lane) - RANK * count
         mine = live & (wanted >= 0) & (wanted < count)
@@ -211,22 +188,8 @@ _TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 @triton.jit
 def _elect_kernel(
-    scores,
-    outcome,
-    rows,
-    seq_lens,
-    last_token,
-    n,
-    addresses,
-    calls,
-    abort,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    SIZE2: tl.constexpr,
-    LANES: tl.constexpr,
-    WORDS: tl.constexpr,
-    SPINS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    scores, outcome, rows, seq_lens, last_token, n, addresses, calls, abort, RANK: tl.constexpr, SIZE: tl.constexpr,
+    SIZE2: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, SPINS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     lane = tl.program_id(0)
     i = tl.arange(0, 2 * BLOCK)

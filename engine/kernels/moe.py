@@ -21,14 +21,14 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import moe_fp8
-from engine.kernels.card import card, fitting, overlap
+from engine.kernels.card import after_previous, card, fitting, overlap
 from engine.kernels.gemv import ScaledMatrix
-from engine.kernels.moe_route import Routes, by_output, by_pair, route
+from engine.kernels.moe_route import Routes, add_product, by_output, by_pair, route, store_weighted
 from engine.kernels.moe_tiles import Tiles, tiles_for
+from engine.kernels.norms import silu_times
 
 
 class Clamped(NamedTuple):
@@ -42,30 +42,14 @@ class Clamped(NamedTuple):
 
 @triton.jit
 def _gate_up_kernel(
-    x,
-    w,
-    bias,
-    inner,
-    order,
-    tiles,
-    H: tl.constexpr,
-    INNER: tl.constexpr,
-    TOP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NARROW: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    x, w, bias, inner, order, tiles, H: tl.constexpr, INNER: tl.constexpr, TOP: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NARROW: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     tile = tiles + tl.program_id(0) // BLOCKS * 4
     n0 = tl.program_id(0) % BLOCKS * BLOCK_N
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     if tl.program_id(0) >= tl.load(tiles + 3) * BLOCKS:
         return
     gate = tl.load(tile) * 2 * INNER + n0
@@ -75,12 +59,8 @@ def _gate_up_kernel(
     k = tl.arange(0, BLOCK_K)
     token = tl.load(order + first + m, mask=m < rows, other=0) // TOP
     at = x + token.to(tl.int64)[:, None] * H + k[None, :]
-    if NARROW:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        acc2 = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        acc2 = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if NARROW else [BLOCK_M, BLOCK_N], tl.float32)
+    acc2 = tl.zeros(acc.shape, tl.float32)
     for k0 in tl.range(0, H, BLOCK_K, num_stages=STAGES):
         if H % BLOCK_K == 0:
             a = tl.load(at + k0)
@@ -88,48 +68,30 @@ def _gate_up_kernel(
             a = tl.load(at + k0, mask=(k < H - k0)[None, :], other=0.0)
         b = w.load([gate, k0])
         b2 = w.load([gate + INNER, k0])
-        if NARROW:
-            acc = tl.dot(b, a.T, acc, input_precision="ieee")
-            acc2 = tl.dot(b2, a.T, acc2, input_precision="ieee")
-        else:
-            acc = tl.dot(a, b.T, acc, input_precision="ieee")
-            acc2 = tl.dot(a, b2.T, acc2, input_precision="ieee")
+        acc = add_product(acc, b, a, NARROW)
+        acc2 = add_product(acc2, b2, a, NARROW)
     dtype = inner.dtype.element_ty
     n = n0 + tl.arange(0, BLOCK_N)
     if LIMIT > 0:
         at_bias = bias + gate - n0 + n
         acc += by_output(tl.load(at_bias, mask=n < INNER, other=0.0).to(tl.float32), NARROW)
         acc2 += by_output(tl.load(at_bias + INNER, mask=n < INNER, other=0.0).to(tl.float32), NARROW)
-    g = acc.to(dtype).to(tl.float32)
-    u = acc2.to(dtype).to(tl.float32)
     if LIMIT > 0:
+        g = acc.to(dtype).to(tl.float32)
+        u = acc2.to(dtype).to(tl.float32)
         g = tl.where(g > LIMIT, LIMIT, g)  # NaN stays NaN
         u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
         y = (g * tl.sigmoid(g * ALPHA)).to(dtype).to(tl.float32) * (u + 1).to(dtype).to(tl.float32)
     else:
-        y = (g * tl.sigmoid(g)).to(dtype).to(tl.float32) * u
+        y = silu_times(acc, acc2, dtype)
     to = by_pair(inner + (first + m).to(tl.int64) * INNER, NARROW) + by_output(n, NARROW)
     tl.store(to, y.to(dtype), mask=by_pair(m < rows, NARROW) & by_output(n < INNER, NARROW))
 
 
 @triton.jit
 def _down_tile(
-    inner,
-    w,
-    bias,
-    out,
-    order,
-    tiles,
-    weights,
-    work,
-    H: tl.constexpr,
-    INNER: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NARROW: tl.constexpr,
-    STAGES: tl.constexpr,
+    inner, w, bias, out, order, tiles, weights, work, H: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
     tile = tiles + work // BLOCKS * 4
@@ -137,58 +99,30 @@ def _down_tile(
     at = tl.load(tile) * H + n0
     first = tl.load(tile + 1)
     rows = tl.load(tile + 2)
-    m = tl.arange(0, BLOCK_M)
-    if NARROW:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if NARROW else [BLOCK_M, BLOCK_N], tl.float32)
     for k0 in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
         a = inner.load([first, k0])  # rows after the tile's pairs are zeros or another tile's; they are not stored
-        b = w.load([at, k0])
-        if NARROW:
-            acc = tl.dot(b, a.T, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(a, b.T, acc, input_precision="ieee")
-    pair = tl.load(order + first + m, mask=m < rows, other=0)
-    weight = tl.load(weights + pair, mask=m < rows, other=0.0).to(tl.float32)
+        acc = add_product(acc, w.load([at, k0]), a, NARROW)
     n = n0 + tl.arange(0, BLOCK_N)
     if HAS_BIAS:
         acc += by_output(tl.load(bias + at - n0 + n, mask=n < H, other=0.0).to(tl.float32), NARROW)
-    y = (acc * by_pair(weight, NARROW)).to(out.dtype.element_ty)
-    to = by_pair(out + pair.to(tl.int64) * H, NARROW) + by_output(n, NARROW)
-    tl.store(to, y, mask=by_pair(m < rows, NARROW) & by_output(n < H, NARROW))
+    store_weighted(acc, out, order, weights, first, rows, n, H, BLOCK_M, NARROW)
 
 
 @triton.jit
 def _down_kernel(
-    inner,
-    w,
-    bias,
-    out,
-    order,
-    tiles,
-    weights,
-    H: tl.constexpr,
-    INNER: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NARROW: tl.constexpr,
-    STAGES: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-    PDL: tl.constexpr,
+    inner, w, bias, out, order, tiles, weights, H: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr,
+    PERSISTENT: tl.constexpr, PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     count = tl.load(tiles + 3) * ((H + BLOCK_N - 1) // BLOCK_N)
     first = tl.program_id(0)
     if PERSISTENT:  # each program loads its next tile while it stores the current tile
         for work in tl.range(first, count, tl.num_programs(0), flatten=True):
             _down_tile(
-                inner, w, bias, out, order, tiles, weights, work, H, INNER, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
-                NARROW, STAGES,
+                inner, w, bias, out, order, tiles, weights, work, H, INNER, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K, NARROW,
+                STAGES,
             )
     elif first < count:
         _down_tile(
@@ -203,9 +137,7 @@ def _total_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     used = i < H
     if HAS_LIVE:
         used = used & (token < tl.load(live))  # padding tokens have no pairs: their sums are zeros

@@ -7,9 +7,9 @@ The tensor cores multiply e4m3 by e4m3. Activations have a scale per row and gro
 products of one group; the sum is multiplied by the scales of the activations and of the block of weights and added in
 float32. gate_up rounds its own result: a program has all columns of a group.
 
-    few tokens for each expert    each activation is the sum of two e4m3 numbers, as in fp8.py: as precise as bfloat16.
-                                  Reading the weights takes most of the time
-    more tokens                   each activation is rounded to one e4m3 number, as in fp8_blocks.py
+    few tokens for each expert    each activation is the sum of two e4m3 numbers, as in eight_bits.py: as precise as
+                                  bfloat16. Reading the weights takes most of the time
+    more tokens                   each activation is rounded to one e4m3 number, as in eight_bits_many.py
 """
 
 from __future__ import annotations
@@ -17,58 +17,26 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.card import fitting, overlap
-from engine.kernels.fp8_blocks import BLOCK, E4M3_MAX, LOW, round_groups
+from engine.kernels.card import after_previous, fitting, overlap
+from engine.kernels.eight_bits_many import BLOCK, E4M3_MAX, LOW, round_groups, scale_to
 from engine.kernels.gemv import ScaledMatrix
-from engine.kernels.moe_route import Routes, by_output, by_pair
+from engine.kernels.moe_route import Routes, add_product, by_output, by_pair, store_weighted
 from engine.kernels.moe_tiles import Tiles
-
-
-@triton.jit
-def _product(w, x, NARROW: tl.constexpr):
-    """Returns w · xᵀ [N, M] if NARROW, else x · wᵀ [M, N], for w [N, K] and x [M, K]."""
-    if NARROW:
-        y = tl.dot(w, x.T)
-    else:
-        y = tl.dot(x, w.T)
-    return y
+from engine.kernels.norms import silu_times
 
 
 @triton.jit(do_not_specialize=["T", "PAIRS"])  # compiled once for any number of tokens
 def _gate_up_kernel(
-    x,
-    x_scale,
-    w,
-    w_scale,
-    inner,
-    inner_scale,
-    order,
-    tiles,
-    T,
-    PAIRS,
-    H: tl.constexpr,
-    INNER: tl.constexpr,
-    TOP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    MOST: tl.constexpr,
-    FACTOR: tl.constexpr,
-    NARROW: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    x, x_scale, w, w_scale, inner, inner_scale, order, tiles, T, PAIRS, H: tl.constexpr, INNER: tl.constexpr,
+    TOP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
+    MOST: tl.constexpr, FACTOR: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     ACROSS: tl.constexpr = INNER // BLOCK_N
-    ALONG: tl.constexpr = 0 if NARROW else 1
     part = tl.program_id(0) % ACROSS
     tile = tiles + tl.program_id(0) // ACROSS * 4
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     if tl.program_id(0) >= tl.load(tiles + 3) * ACROSS:
         return
     gate = tl.load(tile) * 2 * INNER + part * BLOCK_N
@@ -80,19 +48,18 @@ def _gate_up_kernel(
     at = x + token.to(tl.int64)[:, None] * H + tl.arange(0, BLOCK_K)[None, :]
     at_low = at + T.to(tl.int64) * H
     at_block = w_scale + gate // BLOCK_K * (H // BLOCK_K)
-    shape: tl.constexpr = [BLOCK_N, BLOCK_M] if NARROW else [BLOCK_M, BLOCK_N]
-    acc = tl.zeros(shape, tl.float32)
-    acc2 = tl.zeros(shape, tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if NARROW else [BLOCK_M, BLOCK_N], tl.float32)
+    acc2 = tl.zeros(acc.shape, tl.float32)
     for c in tl.range(0, H // BLOCK_K, num_stages=STAGES):
         high = tl.load(at + c * BLOCK_K)
         b = w.load([gate, c * BLOCK_K])
         b2 = w.load([gate + INNER, c * BLOCK_K])
-        y = _product(b, high, NARROW)
-        y2 = _product(b2, high, NARROW)
+        y = add_product(None, b, high, NARROW)
+        y2 = add_product(None, b2, high, NARROW)
         if NARROW:
             low = tl.load(at_low + c * BLOCK_K)
-            y += _product(b, low, NARROW) * (1.0 / FACTOR)
-            y2 += _product(b2, low, NARROW) * (1.0 / FACTOR)
+            y += add_product(None, b, low, NARROW) * (1.0 / FACTOR)
+            y2 += add_product(None, b2, low, NARROW) * (1.0 / FACTOR)
         scale = tl.load(x_scale + c * T + token)
         scale2 = scale
         if BLOCKS:
@@ -103,12 +70,8 @@ def _gate_up_kernel(
     if not BLOCKS:
         acc *= by_output(tl.load(w_scale + gate + n), NARROW)
         acc2 *= by_output(tl.load(w_scale + gate + INNER + n), NARROW)
-    g = acc.to(tl.bfloat16).to(tl.float32)
-    v = (g * tl.sigmoid(g)).to(tl.bfloat16).to(tl.float32) * acc2.to(tl.bfloat16).to(tl.float32)
-    # A NaN makes the scale of its group infinite, so the results of the row are NaN.
-    largest = tl.max(tl.where(v != v, float("inf"), tl.abs(v)), ALONG)
-    tl.store(inner_scale + part * PAIRS + first + m, largest / MOST, mask=m < rows)
-    v *= by_pair(MOST / tl.maximum(largest, 1e-30), NARROW)
+    v, by = scale_to(silu_times(acc, acc2, tl.bfloat16), MOST, 0 if NARROW else 1)
+    tl.store(by_pair(inner_scale + part * PAIRS + first + m, NARROW), by, mask=by_pair(m < rows, NARROW))
     high = v.to(inner.dtype.element_ty)
     to = by_pair(inner + (first + m).to(tl.int64) * INNER, NARROW) + by_output(part * BLOCK_N + n, NARROW)
     used = by_pair(m < rows, NARROW) & by_output(n < BLOCK_N, NARROW)
@@ -120,33 +83,14 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["PAIRS"])
 def _down_kernel(
-    inner,
-    inner_scale,
-    w,
-    w_scale,
-    out,
-    order,
-    tiles,
-    weights,
-    PAIRS,
-    H: tl.constexpr,
-    INNER: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    FACTOR: tl.constexpr,
-    NARROW: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    inner, inner_scale, w, w_scale, out, order, tiles, weights, PAIRS, H: tl.constexpr, INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, FACTOR: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     ACROSS: tl.constexpr = H // BLOCK_N
     n0 = tl.program_id(0) % ACROSS * BLOCK_N
     tile = tiles + tl.program_id(0) // ACROSS * 4
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     if tl.program_id(0) >= tl.load(tiles + 3) * ACROSS:
         return
     row = tl.load(tile) * H + n0
@@ -159,21 +103,17 @@ def _down_kernel(
     for c in tl.range(0, INNER // BLOCK_K, num_stages=STAGES):
         high = inner.load([first, c * BLOCK_K])  # rows after the tile's pairs are arbitrary; they are not stored
         b = w.load([row, c * BLOCK_K])
-        y = _product(b, high, NARROW)
+        y = add_product(None, b, high, NARROW)
         if NARROW:
             low = inner.load([PAIRS + first, c * BLOCK_K])
-            y += _product(b, low, NARROW) * (1.0 / FACTOR)
+            y += add_product(None, b, low, NARROW) * (1.0 / FACTOR)
         scale = tl.load(inner_scale + c * PAIRS + first + m, mask=m < rows, other=0.0)
         if BLOCKS:
             scale *= tl.load(at_block + c * BLOCK_K // SCALE_BLOCK)
         acc += y * by_pair(scale, NARROW)
     if not BLOCKS:
         acc *= by_output(tl.load(w_scale + row + n), NARROW)
-    pair = tl.load(order + first + m, mask=m < rows, other=0)
-    weight = tl.load(weights + pair, mask=m < rows, other=0.0).to(tl.float32)
-    y = (acc * by_pair(weight, NARROW)).to(out.dtype.element_ty)
-    to = by_pair(out + pair.to(tl.int64) * H, NARROW) + by_output(n0 + n, NARROW)
-    tl.store(to, y, mask=by_pair(m < rows, NARROW) & by_output(n < BLOCK_N, NARROW))
+    store_weighted(acc, out, order, weights, first, rows, n0 + n, H, BLOCK_M, NARROW)
 
 
 def products(

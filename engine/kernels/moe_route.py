@@ -21,28 +21,16 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.card import overlap
+from engine.kernels.card import after_previous, overlap
 
 ROUTER_PROGRAMS = 128  # the hidden size is split so that the router kernel has about this many programs
 
 
 @triton.jit(do_not_specialize=["T"])  # compiled once for any number of tokens
 def _router_kernel(
-    x,
-    router,
-    parts,
-    counts,
-    T,
-    E,
-    H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ALL_E: tl.constexpr,
-    PDL: tl.constexpr,
+    x, router, parts, counts, T, E, H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, ALL_E: tl.constexpr, PDL: tl.constexpr,
 ):
     part = tl.program_id(1)
     t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -51,9 +39,7 @@ def _router_kernel(
     SPAN: tl.constexpr = (H + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
     at_x = x + t.to(tl.int64)[:, None] * H
     at_w = router + e[:, None] * H
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     for k0 in range(0, SPAN, BLOCK_K):
         columns = part * SPAN + k0 + k
@@ -80,6 +66,27 @@ def by_output(v, NARROW: tl.constexpr):
 
 
 @triton.jit
+def add_product(total, w, x, NARROW: tl.constexpr):
+    """Returns total + w · xᵀ [N, M] if NARROW, else total + x · wᵀ [M, N], for w [N, K] and x [M, K]."""
+    if NARROW:
+        y = tl.dot(w, x.T, total, input_precision="ieee")
+    else:
+        y = tl.dot(x, w.T, total, input_precision="ieee")
+    return y
+
+
+@triton.jit
+def store_weighted(acc, out, order, weights, first, rows, n, H, BLOCK_M: tl.constexpr, NARROW: tl.constexpr):
+    """Multiplies the outputs `n` of a tile of pairs by the pairs' weights, and stores them in the order of tokens."""
+    m = tl.arange(0, BLOCK_M)
+    pair = tl.load(order + first + m, mask=m < rows, other=0)
+    weight = tl.load(weights + pair, mask=m < rows, other=0.0).to(tl.float32)
+    to = by_pair(out + pair.to(tl.int64) * H, NARROW) + by_output(n, NARROW)
+    y = (acc * by_pair(weight, NARROW)).to(out.dtype.element_ty)
+    tl.store(to, y, mask=by_pair(m < rows, NARROW) & by_output(n < H, NARROW))
+
+
+@triton.jit
 def topk_scores(logits, e, E):
     """Returns scores for top-k from logits fp32 [..., BLOCK_E]: none is NaN, and only columns from E on are -inf."""
     low = tl.where(logits > -3.0e38, logits, -3.0e38)
@@ -88,31 +95,14 @@ def topk_scores(logits, e, E):
 
 @triton.jit(do_not_specialize=["T"])
 def _choose_kernel(
-    parts,
-    bias,
-    chosen,
-    weights,
-    places,
-    counts,
-    live,
-    T,
-    E,
-    TOP: tl.constexpr,
-    BLOCK_TOP: tl.constexpr,
-    NORMALISED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_LIVE: tl.constexpr,
-    PDL: tl.constexpr,
+    parts, bias, chosen, weights, places, counts, live, T, E, TOP: tl.constexpr, BLOCK_TOP: tl.constexpr,
+    NORMALISED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LIVE: tl.constexpr, PDL: tl.constexpr,
 ):
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)
     k = tl.arange(0, BLOCK_TOP)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     tokens = T
     if HAS_LIVE:
         tokens = tl.minimum(T, tl.load(live))
@@ -147,28 +137,11 @@ def _choose_kernel(
 
 @triton.jit(do_not_specialize=["T", "TILES"])
 def _group_kernel(
-    chosen,
-    places,
-    counts,
-    order,
-    tiles,
-    load,
-    live,
-    T,
-    E,
-    TILES,
-    TOP: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_TILES: tl.constexpr,
-    HAS_LIVE: tl.constexpr,
-    PDL: tl.constexpr,
+    chosen, places, counts, order, tiles, load, live, T, E, TILES, TOP: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_TILES: tl.constexpr, HAS_LIVE: tl.constexpr, PDL: tl.constexpr,
 ):
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     tokens = T
     if HAS_LIVE:
         tokens = tl.minimum(T, tl.load(live))

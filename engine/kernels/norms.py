@@ -9,34 +9,28 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.card import overlap
+from engine.kernels.card import after_previous, overlap
 from engine.kernels.decode_attention import norm_rope
 
 
 @triton.jit
+def silu_times(gate, up, dtype: tl.constexpr):
+    """Returns silu(gate) * up in float32. All numbers before the product are rounded to `dtype`, as in model/ops.py."""
+    gate = gate.to(dtype).to(tl.float32)
+    return (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _rms_norm_kernel(
-    x,
-    residual,
-    weight,
-    out,
-    stride_x,
-    stride_part,
-    H,
-    EPS: tl.constexpr,
-    ADD: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    x, residual, weight, out, stride_x, stride_part, H, EPS: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < H
-    w = tl.load(weight + i, mask=mask, other=0.0)  # before gdc_wait: the weight does not depend on the previous kernel
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    w = tl.load(weight + i, mask=mask, other=0.0)  # does not depend on the previous kernel
+    after_previous(PDL)
     v = tl.load(x + row * stride_x + i, mask=mask, other=0.0)
     dtype = out.dtype.element_ty
     if PARTS > 1:
@@ -74,30 +68,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _qk_norm_rope_store_kernel(
-    qkv,
-    qk_weight,
-    rope,
-    positions,
-    k_cache,
-    v_cache,
-    slots,
-    kv_scales,
-    stride_qkv,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    EPS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    qkv, qk_weight, rope, positions, k_cache, v_cache, slots, kv_scales, stride_qkv, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr, EPS: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     d = tl.arange(0, D)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     position = tl.load(positions + token)
     slot = tl.load(slots + token) * KV_HEADS * D
     base = qkv + token * stride_qkv
@@ -132,14 +110,8 @@ def _qk_norm_rope_store_kernel(
 
 
 def qk_norm_rope_store(
-    qkv: torch.Tensor,
-    qk_weight: torch.Tensor | None,
-    eps: float,
-    rope: tuple[torch.Tensor, torch.Tensor],
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_scales: torch.Tensor | None = None,
+    qkv: torch.Tensor, qk_weight: torch.Tensor | None, eps: float, rope: tuple[torch.Tensor, torch.Tensor],
+    k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes ops.qk_norm_rope_store in one kernel, in place; returns the queries, a view of `qkv`.
 
@@ -150,24 +122,9 @@ def qk_norm_rope_store(
     heads = qkv.shape[1] // dim - 2 * kv_heads
     block_h = triton.next_power_of_2(heads + (kv_heads if kv_scales is None else 0))
     _qk_norm_rope_store_kernel[(tokens,)](
-        qkv,
-        qk_weight,
-        rope[0],
-        rope[1],
-        k_cache,
-        v_cache,
-        slot_mapping,
-        kv_scales,
-        qkv.stride(0),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        D=dim,
-        BLOCK_H=block_h,
-        BLOCK_KV=triton.next_power_of_2(kv_heads),
-        EPS=eps,
-        HAS_NORM=qk_weight is not None,
-        num_warps=4 if block_h <= 32 else 8,
-        **overlap(),
+        qkv, qk_weight, *rope, k_cache, v_cache, slot_mapping, kv_scales, qkv.stride(0), HEADS=heads, KV_HEADS=kv_heads,
+        D=dim, BLOCK_H=block_h, BLOCK_KV=triton.next_power_of_2(kv_heads), EPS=eps, HAS_NORM=qk_weight is not None,
+        num_warps=4 if block_h <= 32 else 8, **overlap(),
     )
     return qkv.view(tokens, -1, dim)[:, :heads]
 
@@ -177,14 +134,10 @@ def _silu_mul_kernel(gate_up, out, INNER, BLOCKS, BLOCK: tl.constexpr, PDL: tl.c
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     mask = i < INNER
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     gate = tl.load(gate_up + row * 2 * INNER + i, mask=mask)
     up = tl.load(gate_up + row * 2 * INNER + INNER + i, mask=mask)
-    g = gate.to(tl.float32)
-    s = (g * tl.sigmoid(g)).to(gate.dtype).to(tl.float32)
-    tl.store(out + row * INNER + i, (s * up.to(tl.float32)).to(gate.dtype), mask=mask)
+    tl.store(out + row * INNER + i, silu_times(gate, up, gate.dtype).to(gate.dtype), mask=mask)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -193,7 +146,5 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(tokens, inner, dtype=gate_up.dtype, device=gate_up.device)
     blocks = triton.cdiv(inner, 1024)
     # One grid axis for rows and blocks: the other axes are limited to 65,535, and a step may have more tokens.
-    _silu_mul_kernel[(tokens * blocks,)](
-        gate_up, out, inner, blocks, BLOCK=1024, num_warps=4, **overlap()
-    )
+    _silu_mul_kernel[(tokens * blocks,)](gate_up, out, inner, blocks, BLOCK=1024, num_warps=4, **overlap())
     return out

@@ -21,20 +21,27 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from engine.kernels.noise import GOLDEN, MIX_1, MIX_2, MURMUR, signed
-from engine.kernels.row_settings import LOG_MIN_P, NOISE, NUM_SETTINGS, TEMPERATURE, TOP_P
+from engine.kernels import noise
+from engine.kernels import row_settings as column
 
 CHUNK = 4096  # tokens of the vocabulary in one program of `draw`
-LOWEST, HIGHEST = -(1 << 15), (1 << 15) - 1  # the smallest and the largest result of `_pattern`
+LOWEST, HIGHEST = tl.constexpr(-(1 << 15)), tl.constexpr((1 << 15) - 1)  # the bounds of `_pattern`
+# Constants of other modules, in the form in which kernels can read them.
+TEMPERATURE, NOISE, TOP_P, LOG_MIN_P, SETTINGS = map(
+    tl.constexpr, (column.TEMPERATURE, column.NOISE, column.TOP_P, column.LOG_MIN_P, column.NUM_SETTINGS)
+)
+MIX_1, MIX_2, GOLDEN, MURMUR = (
+    tl.constexpr(noise.signed(word)) for word in (noise.MIX_1, noise.MIX_2, noise.GOLDEN, noise.MURMUR)
+)
 
 
 @triton.jit
-def _mix(x, M1: tl.constexpr, M2: tl.constexpr):
+def _mix(x):
     """Returns noise.mix(x) for int32 x."""
     x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * M1
+    x = x * MIX_1
     x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * M2
+    x = x * MIX_2
     return x ^ ((x >> 16) & 0xFFFF)
 
 
@@ -53,27 +60,12 @@ def _value(pattern, dtype: tl.constexpr):
 
 
 @triton.jit
-def _floors_kernel(
-    logits,
-    stride,
-    rows,
-    settings,
-    top_k,
-    floors,
-    V,
-    S_TEMPERATURE: tl.constexpr,
-    S_TOP_P: tl.constexpr,
-    S_LOG_MIN_P: tl.constexpr,
-    SETTINGS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-):
+def _floors_kernel(logits, stride, rows, settings, top_k, floors, V, BLOCK: tl.constexpr):
     i = tl.program_id(0)
     row = tl.load(rows + i)
-    temperature = tl.load(settings + row * SETTINGS + S_TEMPERATURE)
-    top_p = tl.load(settings + row * SETTINGS + S_TOP_P)
-    log_min_p = tl.load(settings + row * SETTINGS + S_LOG_MIN_P)
+    temperature = tl.load(settings + row * SETTINGS + TEMPERATURE)
+    top_p = tl.load(settings + row * SETTINGS + TOP_P)
+    log_min_p = tl.load(settings + row * SETTINGS + LOG_MIN_P)
     k = tl.load(top_k + row)
     if (k >= V) & (top_p >= 1.0) & (log_min_p == -float("inf")):
         tl.store(floors + i, -float("inf"))
@@ -84,9 +76,9 @@ def _floors_kernel(
     for j in range(0, V, BLOCK):
         best = tl.maximum(best, tl.load(base + j + b, mask=j + b < V, other=-float("inf")).to(tl.float32))
     top = tl.max(best, 0)
-    low = LOW
+    low = LOWEST
     if k < V:  # find the highest pattern that at least k logits reach
-        high = HIGH
+        high = HIGHEST
         while low < high:
             middle = (low + high + 1) >> 1
             count = tl.zeros([BLOCK], tl.int32)
@@ -104,7 +96,7 @@ def _floors_kernel(
             weight = tl.exp((x.to(tl.float32) - top) / temperature)
             total += tl.where(_pattern(x) >= low, weight, 0.0)
         mass = tl.sum(total, 0) * top_p
-        high = HIGH
+        high = HIGHEST
         while low < high:
             middle = (low + high) >> 1
             above = tl.zeros([BLOCK], tl.float32)
@@ -117,42 +109,16 @@ def _floors_kernel(
             else:
                 low = middle + 1
     floor = -float("inf")
-    if low > LOW:
+    if low > LOWEST:
         floor = tl.div_rn(_value(low, logits.dtype.element_ty), temperature)
     tl.store(floors + i, tl.maximum(floor, tl.div_rn(top, temperature) + log_min_p))
 
 
 @triton.jit
 def _draw_kernel(
-    logits,
-    stride,
-    rows,
-    seq_lens,
-    settings,
-    keys,
-    floors,
-    best_scores,
-    best_ids,
-    bad_parts,
-    counters,
-    outcome,
-    last_token,
-    scores,
-    V,
-    first,
-    NOISY: tl.constexpr,
-    TRUNCATED: tl.constexpr,
-    PIECE: tl.constexpr,
-    S_TEMPERATURE: tl.constexpr,
-    S_NOISE: tl.constexpr,
-    SETTINGS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr,
-    MIX_1: tl.constexpr,
-    MIX_2: tl.constexpr,
-    GOLDEN: tl.constexpr,
-    MURMUR: tl.constexpr,
+    logits, stride, rows, seq_lens, settings, keys, floors, best_scores, best_ids, bad_parts, counters, outcome,
+    last_token, scores, V, first, NOISY: tl.constexpr, TRUNCATED: tl.constexpr, PIECE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
 ):
     i = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -166,16 +132,16 @@ def _draw_kernel(
     bad = tl.max((inside & ((x != x) | (tl.abs(x) == float("inf")))).to(tl.int32), 0)
     noise_wanted = 0.0
     if NOISY:
-        noise_wanted = tl.load(settings + row * SETTINGS + S_NOISE)
+        noise_wanted = tl.load(settings + row * SETTINGS + NOISE)
     if noise_wanted > 0.0:
-        x = tl.div_rn(x, tl.load(settings + row * SETTINGS + S_TEMPERATURE))
+        x = tl.div_rn(x, tl.load(settings + row * SETTINGS + TEMPERATURE))
         if TRUNCATED:
             x = tl.where(x < tl.load(floors + i), -float("inf"), x)
         key0 = tl.load(keys + row * 2)
         key1 = tl.load(keys + row * 2 + 1)
-        start = _mix(key0 + length * GOLDEN, MIX_1, MIX_2)
+        start = _mix(key0 + length * GOLDEN)
         step = ((start * MURMUR) ^ key1) | 1
-        u = (_mix((first + ids) * step + start, MIX_1, MIX_2) & 0x7FFFFFFF).to(tl.float32)
+        u = (_mix((first + ids) * step + start) & 0x7FFFFFFF).to(tl.float32)
         u = tl.maximum((u + 0.5) * -(2.0**-31), -1.0 + 2.0**-24)
         x += -libdevice.log(-libdevice.log1p(u))
     score, at = tl.max(x, 0, return_indices=True)
@@ -233,16 +199,11 @@ def draw(
     first, scores = piece or (0, workspace.floors)
     if truncated:
         _floors_kernel[(n,)](
-            logits, logits.stride(0), rows, settings, top_k, workspace.floors, vocab, S_TEMPERATURE=TEMPERATURE,
-            S_TOP_P=TOP_P, S_LOG_MIN_P=LOG_MIN_P, SETTINGS=NUM_SETTINGS, BLOCK=8192, LOW=LOWEST, HIGH=HIGHEST,
-            num_warps=16,
+            logits, logits.stride(0), rows, settings, top_k, workspace.floors, vocab, BLOCK=8192, num_warps=16
         )
     chunks = triton.cdiv(vocab, CHUNK)
     _draw_kernel[(n, chunks)](
         logits, logits.stride(0), rows, seq_lens, settings, keys, workspace.floors, workspace.scores, workspace.ids,
         workspace.bad, workspace.counters, outcome, last_token, scores, vocab, first, NOISY=noisy, TRUNCATED=truncated,
-        PIECE=piece is not None,
-        S_TEMPERATURE=TEMPERATURE, S_NOISE=NOISE, SETTINGS=NUM_SETTINGS, BLOCK=CHUNK, CHUNKS=chunks,
-        BLOCK_CHUNKS=triton.next_power_of_2(chunks), MIX_1=signed(MIX_1), MIX_2=signed(MIX_2),
-        GOLDEN=signed(GOLDEN), MURMUR=signed(MURMUR), num_warps=4,
+        PIECE=piece is not None, BLOCK=CHUNK, CHUNKS=chunks, BLOCK_CHUNKS=triton.next_power_of_2(chunks), num_warps=4,
     )

@@ -17,33 +17,20 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.card import fitting, overlap
+from engine.kernels.card import after_previous, fitting, overlap
 
 
 @triton.jit
 def _split_linear_kernel(
-    x,
-    w,
-    y,
-    M,
-    N,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    x, w, y, M, N, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     tile = tl.program_id(0)
     part = tl.program_id(1)
     SPAN: tl.constexpr = K // SPLIT_K
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    after_previous(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k0 in tl.range(0, SPAN, BLOCK_K, num_stages=STAGES):
         a = w.load([tile * BLOCK_N, part * SPAN + k0])

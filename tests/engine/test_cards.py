@@ -22,8 +22,8 @@ from engine.kernels import (  # noqa: E402
     delta,
     delta_ends,
     eight_bits,
+    eight_bits_many,
     four_bits,
-    fp8_blocks,
     gemv,
     moe,
     moe_one,
@@ -153,7 +153,7 @@ def matrices_of_eight_bits() -> None:
                 eight_bits.back_to_hidden(half(tokens, k), matrix)
         gemv.gemv(half(1, k), by_block, norm=(half(k), 1e-6), gate_up=True)
         for tokens in (100, 3000):
-            fp8_blocks.tiled(*fp8_blocks.round_groups(half(tokens, 2 * k), silu=True), by_block)
+            eight_bits_many.tiled(*eight_bits_many.round_groups(half(tokens, 2 * k), silu=True), by_block)
             eight_bits.byte_linear(half(tokens, k), whole)
 
 

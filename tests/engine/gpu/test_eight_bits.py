@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from engine.kernels import eight_bits, fp8_blocks  # noqa: E402
+from engine.kernels import eight_bits, eight_bits_many  # noqa: E402
 from engine.kernels.gemv import gemv  # noqa: E402
 from tests.engine.gpu.test_engine import OPTIONS, SHAPE, ids_of  # noqa: E402
 from tests.engine.gpu.test_kernels import BOUND, DEVICE, error, normal  # noqa: E402
@@ -112,12 +112,12 @@ def test_many_tokens_are_rounded_in_groups_of_columns(m: int, n: int, k: int) ->
     weight, wide = rounded(n, k, Fp8Blocks)
     x = normal(m, k) * torch.logspace(-3, 3, m, device=DEVICE)[:, None].to(torch.bfloat16)
     x[:, 5] *= 1000
-    values, scale = fp8_blocks.round_groups(x)
+    values, scale = eight_bits_many.round_groups(x)
     assert scale.shape == (k // 128, len(values)) and len(values) == -(-m // 4) * 4
     again = values[:m].double() * scale[:, :m].t().double().repeat_interleave(128, 1)
     assert error(again[:, 128:], x[:, 128:]) < 0.04
     assert error(eight_bits.byte_linear(x, weight), again @ wide.T) < BOUND
-    assert error(fp8_blocks.tiled(values, scale, weight)[:m], again @ wide.T) < BOUND
+    assert error(eight_bits_many.tiled(values, scale, weight)[:m], again @ wide.T) < BOUND
     out = torch.empty(m, n, dtype=x.dtype, device=DEVICE)
     assert torch.equal(eight_bits.byte_linear(x, weight, out), eight_bits.byte_linear(x, weight))
     gate_up = normal(m, 2 * k)
