@@ -71,8 +71,7 @@ class PlanWriter:
         batch = self._batch
         if prefills or drafts or batch is None or requests != batch.requests:
             batch = _Batch(
-                requests,
-                rows=np.array([request.row for request in requests], np.int32),
+                requests, rows=np.array([request.row for request in requests], np.int32),
                 q_lens=np.array(q_lens, np.int32),
                 samples=np.array([True] * num_decoding + [samples for *_, samples in prefills], bool),
                 epochs=[request.epoch for request in requests],
@@ -81,19 +80,10 @@ class PlanWriter:
             self._batch = None if prefills or drafts else batch
         table_rows, table_columns, table_blocks = self._cache.take_table_changes()
         plan = StepPlan(
-            step=step,
-            rows=batch.rows,
-            starts=np.array(starts, np.int32),
-            q_lens=batch.q_lens,
-            samples=batch.samples,
-            token_ids=np.array(token_ids, np.int32),
-            num_decodes=num_decodes,
-            num_drafted=len(drafts),
-            table_rows=table_rows,
-            table_columns=table_columns,
-            table_blocks=table_blocks,
-            joins=[RowSettings.of(request) for request in joins],
-            prompt_targets=targets,
+            step=step, rows=batch.rows, starts=np.array(starts, np.int32), q_lens=batch.q_lens, samples=batch.samples,
+            token_ids=np.array(token_ids, np.int32), num_decodes=num_decodes, num_drafted=len(drafts),
+            table_rows=table_rows, table_columns=table_columns, table_blocks=table_blocks,
+            joins=[RowSettings.of(request) for request in joins], prompt_targets=targets,
         )
         if self._cache.sides:
             self._write_sides(plan, entries, drafts)

@@ -168,15 +168,8 @@ class Decoder:
     """The model: its parameters, which engine/model/weights.py fills, and its forward pass."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_positions: int,
-        ops: Ops = torch_ops,
-        quantised: Quantised = None,
-        group: Group = ALONE,
-        kept: Kept | None = None,
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, max_positions: int, ops: Ops = torch_ops,
+        quantised: Quantised = None, group: Group = ALONE, kept: Kept | None = None,
     ) -> None:
         """`max_positions`: rows of the table of cos and sin. `ops`: norms, RoPE and activation functions. `quantised`:
         the class of rounded matrices, except for those that are `kept`; all other parameters have `dtype`. `group`: the

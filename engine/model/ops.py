@@ -57,14 +57,8 @@ def rope_rows(table: torch.Tensor, positions: torch.Tensor) -> Any:
 
 
 def qk_norm_rope_store(
-    qkv: torch.Tensor,
-    qk_weight: torch.Tensor | None,
-    eps: float,
-    rope: Any,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor | None,
-    kv_scales: torch.Tensor | None = None,
+    qkv: torch.Tensor, qk_weight: torch.Tensor | None, eps: float, rope: Any, k_cache: torch.Tensor,
+    v_cache: torch.Tensor, slot_mapping: torch.Tensor | None, kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norm and rotate queries and keys; write keys and values to the cache; return the queries [T, Hq, D].
 

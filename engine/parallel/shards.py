@@ -52,12 +52,8 @@ def shard_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
         experts = replace(experts, inner_size=end - begin)
     begin, end = _inner_span(config, config.intermediate_size, rank, size)
     return replace(
-        config,
-        num_heads=config.num_heads // size,
-        num_kv_heads=max(1, config.num_kv_heads // size),
-        intermediate_size=end - begin,
-        vocab_size=-(-config.vocab_size // size),
-        experts=experts,
+        config, num_heads=config.num_heads // size, num_kv_heads=max(1, config.num_kv_heads // size),
+        intermediate_size=end - begin, vocab_size=-(-config.vocab_size // size), experts=experts,
     )
 
 

@@ -87,12 +87,9 @@ def _serve(
         check_config(*command.arguments)
         threading.Thread(target=open_gpu, args=(command.arguments[0].device,), name="open GPU", daemon=True).start()
         built = build_engine(
-            command.arguments[0],
-            on_progress=lambda progress: writer.send("progress", progress),
-            on_lost=lambda sentence: _lost(sentence, commands, writer),
-            before_torch=before_torch,
-            max_waiting=MAX_WAITING,
-            later=True,
+            command.arguments[0], on_progress=lambda progress: writer.send("progress", progress),
+            on_lost=lambda sentence: _lost(sentence, commands, writer), before_torch=before_torch,
+            max_waiting=MAX_WAITING, later=True,
         )
     except Exception as error:
         if not isinstance(error, EngineError):

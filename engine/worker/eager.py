@@ -77,18 +77,11 @@ class Eager(Executor):
         longest = int(seq_lens.max())
         columns = -(-longest // batch.block_size)
         meta = ForwardMeta(
-            positions=positions_,
-            slot_mapping=slots_,
-            cu_seqlens_q=bounds_,
-            seq_lens=batch.upload(seq_lens),
+            positions=positions_, slot_mapping=slots_, cu_seqlens_q=bounds_, seq_lens=batch.upload(seq_lens),
             block_table=batch.upload(batch.host_table[rows, :columns]),
-            max_q_len=1 if tokens == n else int(plan.q_lens.max()),
-            max_seq_len=longest,
-            num_decodes=plan.num_decodes,
-            logit_rows=None if every else wanted_,
-            fresh=not plan.starts[plan.num_decodes :].any(),
-            groups=batch.window_groups(plan, slots, columns),
-            states=batch.states(plan),
+            max_q_len=1 if tokens == n else int(plan.q_lens.max()), max_seq_len=longest, num_decodes=plan.num_decodes,
+            logit_rows=None if every else wanted_, fresh=not plan.starts[plan.num_decodes :].any(),
+            groups=batch.window_groups(plan, slots, columns), states=batch.states(plan),
         )
         draws = Draws(entries, draw_rows, draw_positions, draw_rows_, draw_positions_)
         return Inputs(token_ids, meta, draws, sampled_hidden, prompt_hidden)

@@ -71,14 +71,8 @@ class LoadedModel:
     """Owns the model, the KV pool and the batch. `shard`: the configuration of this rank's part of the model."""
 
     def __init__(
-        self,
-        model_config: ModelConfig,
-        engine_config: EngineConfig,
-        ops: Ops,
-        model_dir: Path | None = None,
-        on_progress: Progress | None = None,
-        group: Group = ALONE,
-        reserved_bytes: int = 0,
+        self, model_config: ModelConfig, engine_config: EngineConfig, ops: Ops, model_dir: Path | None = None,
+        on_progress: Progress | None = None, group: Group = ALONE, reserved_bytes: int = 0,
         compiler: CompileAhead | None = None,
     ) -> None:
         """Loads the weights (random weights if engine_config.dummy_weights) and sizes the pool. Raises EngineError.

@@ -51,13 +51,8 @@ class LeadRunner:
     """Rank 0's Runner. It sends every plan to the other ranks before rank 0 runs the plan."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        config: EngineConfig,
-        parts: Parts,
-        directory: Path | None = None,
-        on_progress: Progress | None = None,
-        on_lost: Callable[[str], None] | None = None,
+        self, model: ModelConfig, config: EngineConfig, parts: Parts, directory: Path | None = None,
+        on_progress: Progress | None = None, on_lost: Callable[[str], None] | None = None,
     ) -> None:
         """Starts the other ranks.
 

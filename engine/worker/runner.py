@@ -59,14 +59,8 @@ class Runner:
     """A loaded model, and the executors that run its steps."""
 
     def __init__(
-        self,
-        model_config: ModelConfig,
-        engine_config: EngineConfig,
-        parts: Parts,
-        model_dir: Path | None = None,
-        on_progress: Progress | None = None,
-        group: Group = ALONE,
-        later: bool = False,
+        self, model_config: ModelConfig, engine_config: EngineConfig, parts: Parts, model_dir: Path | None = None,
+        on_progress: Progress | None = None, group: Group = ALONE, later: bool = False,
     ) -> None:
         """Loads the weights, sizes the KV pool and makes the executors; raises EngineError. `later`: leave it to the
         caller to `prepare` the executors."""

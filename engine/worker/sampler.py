@@ -146,13 +146,8 @@ class Sampler:
         return self._settings, self._keys, self._top_k
 
     def sample(
-        self,
-        logits: torch.Tensor,
-        rows: np.ndarray,
-        positions: np.ndarray,
-        device_rows: torch.Tensor,
-        device_positions: torch.Tensor,
-        grammars: Mapping[int, Grammar] | None = None,
+        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray, device_rows: torch.Tensor,
+        device_positions: torch.Tensor, grammars: Mapping[int, Grammar] | None = None,
     ) -> Drawn:
         """Draw one token for each of s rows.
 

@@ -131,22 +131,12 @@ class RopeReader:
             count = (rotated or self._head_dim) // 2
             short, long = (self._factors(rope, key, count) for key in ("short_factor", "long_factor"))
         return RopeConfig(
-            kind=kind,
-            theta=theta,
-            factor=factor,
-            original_max_position=original,
+            kind=kind, theta=theta, factor=factor, original_max_position=original,
             attention_factor=rope.optional_number("attention_factor", True, LARGEST_FACTOR),
-            mscale=rope.optional_number("mscale"),
-            mscale_all_dim=rope.optional_number("mscale_all_dim"),
-            beta_fast=self._turns(rope, "beta_fast", 32.0),
-            beta_slow=self._turns(rope, "beta_slow", 1.0),
-            truncate=rope.flag("truncate", True),
-            low_freq_factor=low,
-            high_freq_factor=high,
-            short_factors=short,
-            long_factors=long,
-            rotary_dim=rotated,
-            interleaved=self._arch.interleaved,
+            mscale=rope.optional_number("mscale"), mscale_all_dim=rope.optional_number("mscale_all_dim"),
+            beta_fast=self._turns(rope, "beta_fast", 32.0), beta_slow=self._turns(rope, "beta_slow", 1.0),
+            truncate=rope.flag("truncate", True), low_freq_factor=low, high_freq_factor=high, short_factors=short,
+            long_factors=long, rotary_dim=rotated, interleaved=self._arch.interleaved,
             query_beta=rope.number("llama_4_scaling_beta", 0.0) if "llama_4_scaling_beta" in known else 0.0,
         )
 

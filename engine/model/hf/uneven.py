@@ -30,13 +30,9 @@ def read_uneven(fields: Fields, config: ModelConfig) -> ModelConfig:
     wide = fields.flag("use_double_wide_mlp") and any(shared)
     size = config.intermediate_size
     return replace(
-        config,
-        layer_heads=heads if len(set(heads)) > 1 else (),
-        num_kv_heads=heads[0][0],
-        head_dim=heads[0][1],
+        config, layer_heads=heads if len(set(heads)) > 1 else (), num_kv_heads=heads[0][0], head_dim=heads[0][1],
         kv_source=source if any(shared) else (),
-        layer_widths=tuple(2 * size if reads else size for reads in shared) if wide else (),
-        per_layer_size=per_layer,
+        layer_widths=tuple(2 * size if reads else size for reads in shared) if wide else (), per_layer_size=per_layer,
         experts=_experts(fields, config) if fields.flag("enable_moe_block") else None,
     )
 

@@ -46,7 +46,7 @@ from engine.worker.batch import Changes
 from engine.worker.graphs.capture import Captures
 from engine.worker.graphs.extend_graphs import SEQUENCES, ExtendGraphs
 from engine.worker.graphs.fused_decode import DecodeLayers
-from engine.worker.graphs.sampling_graphs import DRAWABLE, SamplingGraphs
+from engine.worker.graphs.sampling_graphs import SamplingGraphs
 from engine.worker.graphs.step_graphs import StepGraphs
 from engine.worker.graphs.verify_graphs import VerifyGraphs, verify_sizes
 from engine.worker.launch import LaunchedStep
@@ -208,11 +208,7 @@ class DecodeGraphs(StepGraphs):
         self._batch.join(plan)
         self._send(plan)
         self._replay(bucket, bucket)
-        asked, entries = self._batch.sampler.asked(plan.rows), self._batch.indices[:n]
-        if asked & ~DRAWABLE:
-            positions = plan.starts.astype(np.int64) + 1
-            return self._sample_eagerly(plan, grammars, entries, positions, slice(n), started, begin)
-        return self._sampling.draw(plan, asked, bucket, n, None, entries, begin)
+        return self._draw(plan, grammars, bucket, plan.starts + 1, None, self._batch.indices[:n], started, begin)
 
     def size_of(self, size: int) -> tuple[int, int, int]:
         return size, size, size

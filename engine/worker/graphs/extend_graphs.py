@@ -33,7 +33,7 @@ from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.kernels.prefill_attention import BLOCK_M, num_splits
 from engine.worker.graphs.fused_decode import DecodeLayers
-from engine.worker.graphs.sampling_graphs import DRAWABLE, SamplingGraphs
+from engine.worker.graphs.sampling_graphs import SamplingGraphs
 from engine.worker.graphs.step_graphs import Shapes, StepGraphs, divided, length
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
@@ -97,12 +97,8 @@ class ExtendGraphs(StepGraphs):
         self._replay(size, size.tokens)
         every = bool(plan.samples.all())
         entries = self._batch.indices[:n] if every else np.flatnonzero(plan.samples)
-        asked = self._batch.sampler.asked(plan.rows)
-        if asked & ~DRAWABLE:
-            which = slice(n) if every else self._batch.upload(entries)
-            positions = (plan.starts + plan.q_lens)[entries].astype(np.int64)
-            return self._sample_eagerly(plan, grammars, entries, positions, which, started, begin)
-        return self._sampling.draw(plan, asked, size.draws, n, None if every else entries, entries, begin)
+        drawing, positions = None if every else entries, plan.starts + plan.q_lens
+        return self._draw(plan, grammars, size.draws, positions, drawing, entries, started, begin)
 
     def size_of(self, size: Size) -> tuple[int, int, int]:
         return size.decodes or 1, size.tokens, size.draws
@@ -152,24 +148,12 @@ class ExtendGraphs(StepGraphs):
         bounds[size.decodes : size.decodes + 1].copy_(once[:1])
         bounds[size.decodes + 1 :].copy_(ends)
         tables = [table.index_select(0, table_rows) for table in self._batch.tables]
-        states = None
-        if self._has_states:
-            segments, cu_segments = (part.to(torch.int32) for part in of_states)
-            states = StateMeta(segments, cu_segments, None, 0)
+        states = StateMeta(of_states[0].to(torch.int32), of_states[1].to(torch.int32), None, 0) if of_states else None
         meta = ForwardMeta(
-            positions=positions,
-            slot_mapping=slots[0],
-            cu_seqlens_q=bounds,
-            seq_lens=seq_lens.to(torch.int32),
-            block_table=tables[0],
-            max_q_len=size.tokens,
-            max_seq_len=self._loaded.max_model_len,
-            num_decodes=size.decodes,
-            logit_rows=logit_rows,
-            live=bounds[-1:],
-            live_rows=once[1:].to(torch.int32),
-            groups=tuple(map(PagedGroup, slots[1:], tables[1:])),
-            states=states,
+            positions=positions, slot_mapping=slots[0], cu_seqlens_q=bounds, seq_lens=seq_lens.to(torch.int32),
+            block_table=tables[0], max_q_len=size.tokens, max_seq_len=self._loaded.max_model_len,
+            num_decodes=size.decodes, logit_rows=logit_rows, live=bounds[-1:], live_rows=once[1:].to(torch.int32),
+            groups=tuple(map(PagedGroup, slots[1:], tables[1:])), states=states,
         )
         ids = torch.where(ids < 0, self._batch.last_token.index_select(0, token_rows), ids)
         # Most of the graph's sequences are padding, so the number of splits depends on the tokens, not the sequences.

@@ -14,7 +14,7 @@ from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.worker.graphs.capture import Captures
 from engine.worker.graphs.fused_decode import DecodeLayers
-from engine.worker.graphs.sampling_graphs import SamplingGraphs
+from engine.worker.graphs.sampling_graphs import DRAWABLE, SamplingGraphs
 from engine.worker.inputs import Draws
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
@@ -75,17 +75,24 @@ class StepGraphs:
         self.graphs[size].replay()
         self._loaded.group.count_step(self._loaded.shard.num_layers, tokens)
 
-    def _sample_eagerly(
-        self, plan: StepPlan, grammars: Mapping[int, Grammar], entries: np.ndarray, positions: np.ndarray,
-        which: slice | torch.Tensor, started: float, begin: Any,
+    def _draw(
+        self, plan: StepPlan, grammars: Mapping[int, Grammar], bucket: int, positions: np.ndarray,
+        drawing: np.ndarray | None, entries: np.ndarray, started: float, begin: Any,
     ) -> LaunchedStep:
-        """Draw from the graph's logits with engine/worker/sampler.py, which supports penalties, masks and logprobs.
+        """Draw from the logits of the replayed graph: with the graphs for `bucket` draws, or with
+        engine/worker/sampler.py if a row asks for what they lack, such as penalties, masks and logprobs.
 
-        `entries` and `positions`: as in Draws. `which`: the indices of the draws in the sampling graphs' buffers.
+        `positions`: of each draw in the buffers, the position of its token. `drawing` and `entries`: the indices of the
+        real draws (None: all), and their entries in the plan.
         """
-        loaded, sampling = self._loaded, self._sampling
+        loaded, sampling, asked = self._loaded, self._sampling, self._batch.sampler.asked(plan.rows)
+        if not asked & ~DRAWABLE:
+            return sampling.draw(plan, asked, bucket, len(positions), drawing, entries, begin)
+        which: slice | torch.Tensor = slice(len(positions))
+        if drawing is not None:
+            which, positions = self._batch.upload(drawing), positions[drawing]
         rows, lengths = sampling.rows[which].long(), sampling.lengths[which].long()
-        draws = Draws(entries, plan.rows[entries], positions, rows, lengths)
+        draws = Draws(entries, plan.rows[entries], positions.astype(np.int64), rows, lengths)
         drawn = loaded.sample(draws, loaded.group.gather(sampling.logits[which]).float(), grammars)
         return loaded.launched(plan, draws, drawn, {}, started, begin)
 

@@ -33,7 +33,7 @@ from engine.attention.base import ForwardMeta, PagedGroup, StateMeta
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.worker.graphs.fused_decode import DecodeLayers
-from engine.worker.graphs.sampling_graphs import DRAWABLE, SamplingGraphs
+from engine.worker.graphs.sampling_graphs import SamplingGraphs
 from engine.worker.graphs.step_graphs import Shapes, StepGraphs, divided, length
 from engine.worker.inputs import drawing_tokens
 from engine.worker.launch import LaunchedStep
@@ -83,11 +83,7 @@ class VerifyGraphs(StepGraphs):
             cu_segments[: n + 1], cu_segments[n:] = plan.cu_segments, tokens
         self._input.send(length(shapes))
         self._replay(bucket, bucket)
-        asked = self._batch.sampler.asked(plan.rows)
-        if asked & ~DRAWABLE:
-            which = self._batch.upload(drawing)
-            return self._sample_eagerly(plan, grammars, entries, positions[drawing] + 1, which, started, begin)
-        return self._sampling.draw(plan, asked, bucket, tokens, drawing, entries, begin)
+        return self._draw(plan, grammars, bucket, positions + 1, drawing, entries, started, begin)
 
     def size_of(self, size: int) -> tuple[int, int, int]:
         return max(1, size // (1 + self._loaded.config.speculative_tokens)), size, size
@@ -107,23 +103,12 @@ class VerifyGraphs(StepGraphs):
         bounds[:1] = 0
         bounds[1:n].copy_(ends[:-1])  # the last sequence is the padding
         tables = [table.index_select(0, rows) for table in self._batch.tables]
-        states = None
-        if self._has_states:
-            segments, cu_segments = (part.to(torch.int32) for part in of_states)
-            states = StateMeta(segments, cu_segments, None, 0)
+        states = StateMeta(of_states[0].to(torch.int32), of_states[1].to(torch.int32), None, 0) if of_states else None
         meta = ForwardMeta(
-            positions=positions,
-            slot_mapping=slots[0],
-            cu_seqlens_q=bounds,
-            seq_lens=torch.maximum(seq_lens.to(torch.int32), bounds.diff()),
-            block_table=tables[0],
-            max_q_len=tokens,
-            max_seq_len=self._loaded.max_model_len,
-            num_decodes=0,
-            logit_rows=None,
-            live=bounds[n - 1 : n],
-            groups=tuple(map(PagedGroup, slots[1:], tables[1:])),
-            states=states,
+            positions=positions, slot_mapping=slots[0], cu_seqlens_q=bounds,
+            seq_lens=torch.maximum(seq_lens.to(torch.int32), bounds.diff()), block_table=tables[0], max_q_len=tokens,
+            max_seq_len=self._loaded.max_model_len, num_decodes=0, logit_rows=None, live=bounds[n - 1 : n],
+            groups=tuple(map(PagedGroup, slots[1:], tables[1:])), states=states,
         )
         # The number of programs that have keys to read: one for each KV head of each row, if all drafts are full.
         rows_with_drafts = -(-tokens // (1 + self._loaded.config.speculative_tokens))
