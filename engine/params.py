@@ -99,9 +99,7 @@ class SamplingParams:
         -2, 2, chat=True, servers=EVERY_SERVER,
         help="Subtracted from the logits of the answer's tokens, once for each time that the token is there.",
     )] = 0.0
-    logit_bias: Annotated[dict[int, float] | None, Biases(
-        100, remote=False, words="a dict of token id to bias"
-    )] = None
+    logit_bias: Annotated[dict[int, float] | None, Biases(100, remote=False, words="a dict of token id to bias")] = None
     # Words whose tokens are never drawn in a row. They need a tokenizer.
     bad_words: Annotated[tuple[str, ...], Texts(MAX_BAD_WORDS, LONGEST_BAD_WORD, str.strip)] = ()
     # None: all tokens. End tokens are excluded too, unless they are listed.

@@ -55,9 +55,7 @@ class RadixTree:
 
     # ---- looking up
 
-    def match(
-        self, ids: list[int], limit: int, node: Node | None = None, depth: int = 0, salt: str = ""
-    ) -> Match:
+    def match(self, ids: list[int], limit: int, node: Node | None = None, depth: int = 0, salt: str = "") -> Match:
         """Returns which of the blocks [depth, limit) of `ids` are below `node` (None: the root). Change nothing.
 
         The path to `node` has the first `depth` blocks of `ids`. `salt`: the cache salt of the request.

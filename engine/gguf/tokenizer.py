@@ -97,10 +97,7 @@ def _byte_level(header: Header, tokens: list[str]) -> dict[str, Any]:
         "version": "1.0", "normalizer": {"type": "NFC"} if pre in NFC else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "post_processor": None, "decoder": {**alone, "add_prefix_space": True, "use_regex": True},
-        "model": {
-            "type": "BPE", "vocab": vocab, "merges": merges,
-            "ignore_merges": pre in WHOLE_WORDS,
-        },
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": pre in WHOLE_WORDS},
     }
 
 

@@ -116,9 +116,7 @@ def _down_kernel(
     store_weighted(acc, out, order, weights, first, rows, n0 + n, H, BLOCK_M, NARROW)
 
 
-def products(
-    x: torch.Tensor, gate_up: ScaledMatrix, down: ScaledMatrix, routes: Routes, tiles: Tiles
-) -> torch.Tensor:
+def products(x: torch.Tensor, gate_up: ScaledMatrix, down: ScaledMatrix, routes: Routes, tiles: Tiles) -> torch.Tensor:
     """Returns the weighted output [T, K, H] of each token's experts, for x [T, H] in bfloat16.
 
     With narrow tiles, activations are the sum of two numbers. The rows of padding tokens, which have no experts, are

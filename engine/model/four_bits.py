@@ -104,9 +104,7 @@ class Int4Weight(ByteWeight):
             round_to_four_bits(part, self.values[blocks], scales)
             self._store_scales(first, scales, None)
 
-    def store(
-        self, first: int, numbers: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None
-    ) -> None:
+    def store(self, first: int, numbers: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None) -> None:
         """Store rows from `first` on. numbers: uint8 [n, K]; scales, offsets: [n, K / group], any type."""
         blocks = slice(first // self.rows_together, (first + len(numbers)) // self.rows_together)
         self._pack(numbers, self.values[blocks])

@@ -38,9 +38,7 @@ TRAITS: dict[str, tuple[str, Callable[[ModelConfig], bool]]] = {  # name -> in w
     "shared_expert": ("an expert for every token", lambda c: c.experts is not None and c.experts.shared_size > 0),
 }
 GATED_DELTA = {"delta", "output_gate", "shared_expert"}
-UNEVEN = {
-    "head_shapes", "shared_kv", "value_norm", "mlp_widths", "per_layer_inputs", "layer_scalars", "beside_mlp",
-}
+UNEVEN = {"head_shapes", "shared_kv", "value_norm", "mlp_widths", "per_layer_inputs", "layer_scalars", "beside_mlp"}
 SUPPORTED: dict[str, frozenset[str]] = {
     "cpu_decode": frozenset({"softcap", "sinks", "windows", "groups"}),  # engine/worker/cpu/executor.py
     "compiled": frozenset({"windows", "several_ropes", "groups"}),  # engine/worker/cpu/compiled_decoder.py

@@ -36,11 +36,7 @@ class Bound(NamedTuple):
 def bounds_of(cls: type) -> dict[str, Bound]:
     """Returns the bounds of a class's annotated fields, in order."""
     hints = get_type_hints(cls, include_extras=True)
-    return {
-        name: bound
-        for name, hint in hints.items()
-        for bound in get_args(hint)[1:] if isinstance(bound, Bound)
-    }
+    return {name: bound for name, hint in hints.items() for bound in get_args(hint)[1:] if isinstance(bound, Bound)}
 
 
 class Kind:

@@ -263,17 +263,13 @@ class Insert(kind.Kind):
     step: kind.OrNone
 
     @staticmethod
-    def apply(
-        state: State, node: int, parent: int, request: int, ids: list[int], blocks: list[int], step: int
-    ) -> None:
+    def apply(state: State, node: int, parent: int, request: int, ids: list[int], blocks: list[int], step: int) -> None:
         view = state.nodes[node] = NodeView(node, parent, array("i"), [], 1, state.seq)
         state.nodes[parent].children.append(node)
         _grow(state, view, request, ids, blocks, step)
 
     @staticmethod
-    def faults(
-        state: State, node: int, parent: int, request: int, ids: list[int], blocks: list[int]
-    ) -> Iterator[str]:
+    def faults(state: State, node: int, parent: int, request: int, ids: list[int], blocks: list[int]) -> Iterator[str]:
         yield from _grow_faults(state, request, ids, blocks)
         if node in state.nodes:
             yield f"node {node} exists already"

@@ -31,9 +31,7 @@ from engine.trace.views import (
 
 CONTROL = ("seq", "t", "step", "eviction_policy", "gate", "pace")  # fields of State and of a snapshot
 SIZES = ("num_blocks", "block_size", "budget", "max_num_seqs")
-_REQUEST_FIELDS, _NODE_FIELDS = (
-    attrgetter(*(each.name for each in fields(view))) for view in (RequestView, NodeView)
-)
+_REQUEST_FIELDS, _NODE_FIELDS = (attrgetter(*(each.name for each in fields(view))) for view in (RequestView, NodeView))
 
 
 class State:

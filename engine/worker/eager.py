@@ -36,9 +36,7 @@ class Computes(Protocol):
 class Eager(Executor):
     """Runs any step: inputs, forward pass, sampling."""
 
-    def __init__(
-        self, loaded: LoadedModel, on_progress: Progress | None = None, model: Computes | None = None
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, on_progress: Progress | None = None, model: Computes | None = None) -> None:
         """`model`: computes what the decoder computes, faster; None: the decoder."""
         self._loaded, self._model = loaded, model or loaded.model
         self._batch = loaded.batch

@@ -220,9 +220,7 @@ class LoadedModel:
     # ---- the pool
 
     def _make_pool(self, num_blocks: int, side_blocks: tuple[int, ...] = ()) -> KVPool:
-        return KVPool(
-            self.shard, num_blocks, self.block_size, self.kv_dtype, self.device, self._kv_scales, side_blocks
-        )
+        return KVPool(self.shard, num_blocks, self.block_size, self.kv_dtype, self.device, self._kv_scales, side_blocks)
 
     def _count_blocks(self) -> int:
         """Returns the number of blocks without the null block: as configured, else as many as memory allows."""

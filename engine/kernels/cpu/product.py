@@ -212,18 +212,14 @@ def _rounded(b: Kernel, base: Any, K: Any, R: Any) -> tuple[Any, Any, Any]:
     return x8, scales, b.at(scales, R, F32)
 
 
-def _round(
-    b: Kernel, has: Features, c: Call, base: Any, rows: tuple[Any, Any], eps: float, groups: Any = None
-) -> None:
+def _round(b: Kernel, has: Features, c: Call, base: Any, rows: tuple[Any, Any], eps: float, groups: Any = None) -> None:
     """Write f(x) of some rows to `base`, then round it. rows: (first, end). groups: of rows that tiles multiply."""
     prepare(b, c.x, c.norm, base, c.K, rows, c.before, eps)
     found = b.select(b.icmp_signed("==", c.before, I64(Before.NOTHING)), c.x, base)
     _round_rows(b, found, *_rounded(b, base, c.K, c.R), c.K, rows, bias(has.dot), groups)
 
 
-def prepare(
-    b: Kernel, x: Any, norm: Any, scratch: Any, K: Any, rows: tuple[Any, Any], before: Any, eps: float
-) -> None:
+def prepare(b: Kernel, x: Any, norm: Any, scratch: Any, K: Any, rows: tuple[Any, Any], before: Any, eps: float) -> None:
     """Write f(x) [R, K] of some rows to scratch, unless f is nothing. rows: (first, end)."""
     with b.if_then(b.icmp_signed("==", before, I64(Before.NORM))), b.loop(*rows) as (r, _):
         start = b.mul(r, K)

@@ -103,9 +103,7 @@ def emit_attend_tiles(
             for i in range(at_once):
                 position = b.all_lanes(b.sitofp(b.add(begin, b.add(i0, I64(i))), F32))
                 for v in vectors:
-                    inside = b.and_(
-                        b.fcmp_ordered("<=", position, seen[v]), b.fcmp_ordered(">", position, oldest[v])
-                    )
+                    inside = b.and_(b.fcmp_ordered("<=", position, seen[v]), b.fcmp_ordered(">", position, oldest[v]))
                     score = b.select(inside, sums[f"{i} {v}"], infinity)
                     b.write(score, scores, b.add(b.mul(b.add(i0, I64(i)), I64(width)), I64(v * lanes)))
                     most[str(v)] = b.vector_op("maximum", most[str(v)], score)

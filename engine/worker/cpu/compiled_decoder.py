@@ -95,9 +95,7 @@ class CompiledDecoder:
     `step` runs decodes. `forward` and `logits` do what those of the Decoder do, for steps with prompts.
     """
 
-    def __init__(
-        self, decoder: Decoder, pool: KVPool, quantization: str, block_size: int, max_length: int
-    ) -> None:
+    def __init__(self, decoder: Decoder, pool: KVPool, quantization: str, block_size: int, max_length: int) -> None:
         from engine.kernels.cpu.library import ANY_ROWS, model_kernels
 
         self._decoder, self._pool, self._max_length = decoder, pool, max_length

@@ -71,9 +71,7 @@ class ExtendGraphs(StepGraphs):
 
     form = "extend"
 
-    def __init__(
-        self, loaded: LoadedModel, layers: DecodeLayers, sampling: SamplingGraphs, most_useful: int
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, layers: DecodeLayers, sampling: SamplingGraphs, most_useful: int) -> None:
         """`most_useful`: larger steps take longer to compute than to launch; all ranks give the same number."""
         limit = min(loaded.max_num_batched_tokens, loaded.max_model_len, max(64, most_useful))
         sizes = extend_sizes(limit, loaded.batch.max_rows)

@@ -86,9 +86,7 @@ def weight_bytes(
     return total
 
 
-def _without_memory(
-    kind: str, model: ModelConfig, dtype: torch.dtype, group: Group, directory: Path | None
-) -> Decoder:
+def _without_memory(kind: str, model: ModelConfig, dtype: torch.dtype, group: Group, directory: Path | None) -> Decoder:
     """Returns the decoder that the loader makes, without memory for its weights."""
     shard = group.shard(model)
     kept = kept_matrices(shard, model, torch_ops, group, directory) if kind == KEPT else None
