@@ -65,12 +65,9 @@ class AsyncLLM:
         self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
         add_special_tokens: bool = True, priority: int = 0, **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the reply so far to one prompt, after each new text; the last output is `finished`.
-
-        params.output_kind chooses: the reply so far, only what is new, or only the last output. The arguments are
-        those of LLM.generate. `request_id`: the name for `abort`; None: a number. If the caller leaves the iteration,
-        the request ends.
-        """
+        """Yields the reply so far to one prompt, after each new text; the last output is `finished`. params.output_kind
+        chooses: the reply so far, only what is new, or only the last output. The arguments are those of LLM.generate.
+        `request_id`: the name for `abort`; None: a number. If the caller leaves the iteration, the request ends."""
         check_names("generate", others)
         client = await self.start()
         params = await self.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -116,10 +113,8 @@ class AsyncLLM:
         return SamplingParams(**(await self.start()).info.generation)
 
     async def pause_generation(self, *, mode: str = "keep") -> None:
-        """Pause the engine between two steps. All requests stay and continue after resume_generation.
-
-        When this returns, the readers of `generate` have got everything that was computed.
-        """
+        """Pause the engine between two steps. All requests stay and continue after resume_generation. When this
+        returns, the readers of `generate` have got everything that was computed."""
         if mode != "keep":
             raise InvalidRequest(f"mode is {mode!r}: it must be 'keep', all requests stay; abort() ends one", "mode")
         await (await self.start()).control("pause")

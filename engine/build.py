@@ -51,12 +51,8 @@ class Built:
 
 
 def build_engine(
-    config: EngineConfig,
-    on_progress: Progress | None = None,
-    on_lost: Callable[[str], None] | None = None,
-    before_torch: Callable[[], None] = lambda: None,
-    max_waiting: int | None = None,
-    later: bool = False,
+    config: EngineConfig, on_progress: Progress | None = None, on_lost: Callable[[str], None] | None = None,
+    before_torch: Callable[[], None] = lambda: None, max_waiting: int | None = None, later: bool = False,
 ) -> Built:
     """Load a model and make an engine for it. Raises EngineError if that is not possible.
 
@@ -131,8 +127,7 @@ def build_engine(
     ]
     info = EngineInfo(
         model=Path(config.model).name, model_dir=str(directory), architecture=model.architecture,
-        parameters=model.num_parameters, active_parameters=model.active_parameters,
-        device=runner.loaded.device_name,
+        parameters=model.num_parameters, active_parameters=model.active_parameters, device=runner.loaded.device_name,
         dtype=str(limits.dtype).removeprefix("torch."),
         quantization={"checkpoint": "fp8"}.get(limits.quantization, limits.quantization),
         kv_cache_dtype="fp8" if config.kv_cache_dtype == "fp8" else str(limits.dtype).removeprefix("torch."),
@@ -142,8 +137,7 @@ def build_engine(
         overlap=engine.delay > 0, kv_bytes_per_token=model.kv_bytes_per_token(limits.kv_dtype),
         prefix_caching=config.enable_prefix_caching, chunked_prefill=config.enable_chunked_prefill,
         scheduling_policy=config.scheduling_policy, eviction_policy=config.eviction_policy,
-        dummy_weights=config.dummy_weights,
-        generation=tokenizer.generation if tokenizer is not None else {},
+        dummy_weights=config.dummy_weights, generation=tokenizer.generation if tokenizer is not None else {},
         load_seconds=round(time.perf_counter() - started, 3), notes=notes,
         speculation=speculation, tensor_parallel_size=config.tensor_parallel_size, groups=groups,
         checkpoint_interval=config.checkpoint_interval if model.state_layers else 0,
@@ -154,12 +148,8 @@ def build_engine(
 
 
 def make_runner(
-    model: ModelConfig,
-    config: EngineConfig,
-    directory: Path | None = None,
-    on_progress: Progress | None = None,
-    on_lost: Callable[[str], None] | None = None,
-    later: bool = False,
+    model: ModelConfig, config: EngineConfig, directory: Path | None = None, on_progress: Progress | None = None,
+    on_lost: Callable[[str], None] | None = None, later: bool = False,
 ) -> Runner | LeadRunner:
     """Returns the runner for the device in `config`. With several ranks, rank 0's runner starts the other ranks; then
     `later` has no effect, because all ranks must capture the same graph at the same time."""
@@ -175,9 +165,7 @@ def make_runner(
 
 def choose_parts(model: ModelConfig, config: EngineConfig) -> Parts:
     """Returns the fastest parts of a runner that can run the model as `config` asks. All ranks choose the same parts.
-
-    The imports are inside the function because some modules need triton, which is not installed everywhere.
-    """
+    The imports are inside the function because some modules need triton, which is not installed everywhere."""
     from engine.model import ops
     from engine.worker.eager import Eager
     from engine.worker.runner import Parts

@@ -111,10 +111,8 @@ class Cache:
         return entry
 
     def keep(self, name: str, write: Callable[[Path], object], size: int) -> Path:
-        """Returns a new entry of about `size` bytes, whose files `write` makes in the folder that it gets.
-
-        Raises OSError, with the reason, if it cannot be kept.
-        """
+        """Returns a new entry of about `size` bytes, whose files `write` makes in the folder that it gets. Raises
+        OSError, with the reason, if it cannot be kept."""
         folder = self.folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.private and not _only_ours(folder):

@@ -37,11 +37,7 @@ class Fields:
         return value
 
     def number(
-        self,
-        key: str,
-        default: float | None = None,
-        least: float = 0.0,
-        open_low: bool = False,
+        self, key: str, default: float | None = None, least: float = 0.0, open_low: bool = False,
         most: float = LARGEST_NUMBER,
     ) -> float:
         """Returns a finite number from `least` to `most`. With `open_low`, `least` itself is refused."""

@@ -31,11 +31,9 @@ TOKENIZER_BYTES = 256 << 20  # the largest published tokenizer.json takes 34 MB
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Returns the contents of a regular file of at most `most` bytes.
-
-    Raises FileNotFoundError if the file does not exist, and CheckpointError if it is too large or not a regular file:
-    reading a FIFO could block, and reading a device could never end.
-    """
+    """Returns the contents of a regular file of at most `most` bytes. Raises FileNotFoundError if the file does not
+    exist, and CheckpointError if it is too large or not a regular file: reading a FIFO could block, and reading a
+    device could never end."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -202,10 +200,8 @@ def missing_weights(directory: Path) -> list[str]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """Returns the files that a model.safetensors.index.json names, without duplicates.
-
-    Raises CheckpointError for a name that contains a directory or does not end in .safetensors.
-    """
+    """Returns the files that a model.safetensors.index.json names, without duplicates. Raises CheckpointError for a
+    name that contains a directory or does not end in .safetensors."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index} has no weight_map: download it again")

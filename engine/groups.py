@@ -74,10 +74,8 @@ class LayerShapes(Protocol):
 
 
 def cache_groups(config: LayerShapes) -> tuple[CacheGroup, ...]:
-    """Returns the groups of a model or of one rank's shard: full attention, then windows, then states.
-
-    A model whose layers all have windows, or none, has one paged group: group 0, which keeps every block.
-    """
+    """Returns the groups of a model or of one rank's shard: full attention, then windows, then states. A model whose
+    layers all have windows, or none, has one paged group: group 0, which keeps every block."""
     states = config.state_layers
     attention = [i for i in range(config.num_layers) if i not in states]
     mixed = not all(config.window(i) for i in attention)

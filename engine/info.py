@@ -53,9 +53,7 @@ Settings = Bound(lambda value: type(value) is dict and all(map(is_name, value)) 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
     """Facts about an engine. A fact that is unknown has its default: older versions and other engines lack some.
-
-    Without a model and a device it is false: the engine has not started.
-    """
+    Without a model and a device it is false: the engine has not started."""
 
     model: Name = ""
     model_dir: Name = ""  # a path on the engine's machine

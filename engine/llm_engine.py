@@ -117,10 +117,8 @@ class LLMEngine:
         return True
 
     def get_metrics(self) -> list[Metric]:
-        """Returns the metrics since the engine began: those of the server's /metrics, under their names in vLLM.
-
-        Raises InvalidRequest unless the engine was made with disable_log_stats=False.
-        """
+        """Returns the metrics since the engine began: those of the server's /metrics, under their names in vLLM. Raises
+        InvalidRequest unless the engine was made with disable_log_stats=False."""
         if self._counted is None:
             raise InvalidRequest("nothing was counted: get_metrics needs LLM(…, disable_log_stats=False)")
         return self._counted.values()

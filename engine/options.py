@@ -141,10 +141,8 @@ def known() -> list[str]:
 
 
 def refuse_unknown(function: str, others: dict[str, Any], equivalents: dict[str, str]) -> None:
-    """Raise TypeError for arguments that `function` does not have, with the equivalent of vLLM's arguments.
-
-    vLLM's arguments are accepted if they are None or False.
-    """
+    """Raise TypeError for arguments that `function` does not have, with the equivalent of vLLM's arguments. vLLM's
+    arguments are accepted if they are None or False."""
     for name, value in others.items():
         if name not in equivalents:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")

@@ -25,10 +25,8 @@ class Logprob:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """The times of a reply in seconds, without the time while the engine was paused.
-
-    arrival_time is on the clock of time.time(), the times that end in _ts on the clock of time.monotonic().
-    """
+    """The times of a reply in seconds, without the time while the engine was paused. arrival_time is on the clock of
+    time.time(), the times that end in _ts on the clock of time.monotonic()."""
 
     arrival_time: float
     queued_ts: float

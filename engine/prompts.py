@@ -67,11 +67,9 @@ def as_list(prompts: Any) -> list[Any]:
 
 
 def read(prompt: Any, tokenizer: Tokenizer | None, add_special_tokens: bool = True) -> Prompt:
-    """Returns a prompt from a text, token ids, or a dict with the keys of KEYS.
-
-    A text that spells out a control token, such as "<|im_start|>", gets that token's id. `add_special_tokens`: also
-    add the tokens that the tokenizer puts around a text, such as a BOS. Raises InvalidRequest for anything else.
-    """
+    """Returns a prompt from a text, token ids, or a dict with the keys of KEYS. A text that spells out a control token,
+    such as "<|im_start|>", gets that token's id. `add_special_tokens`: also add the tokens that the tokenizer puts
+    around a text, such as a BOS. Raises InvalidRequest for anything else."""
     if isinstance(prompt, Prompt):
         return prompt
     if isinstance(prompt, str):

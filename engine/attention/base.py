@@ -15,9 +15,7 @@ from engine.groups import CacheGroup, LayerShapes
 
 class AttentionShape(LayerShapes, Protocol):
     """The sizes of a model that attention backends need. ModelConfig (engine/model/config.py) has these attributes.
-
-    num_kv_heads and head_dim are those of every layer for which the backend computes attention.
-    """
+    num_kv_heads and head_dim are those of every layer for which the backend computes attention."""
 
     @property
     def num_heads(self) -> int: ...
@@ -37,11 +35,9 @@ class AttentionShape(LayerShapes, Protocol):
 
 @dataclass(slots=True)
 class PagedGroup:
-    """Where a cache group with a window (engine/groups.py) keeps the keys and values of a step's sequences.
-
-    Entries of the block table behind a sequence's window are 0 (the null block), like those after its last block. A
-    block is behind the window if no query of this step or of a later one sees any of its keys.
-    """
+    """Where a cache group with a window (engine/groups.py) keeps the keys and values of a step's sequences. Entries of
+    the block table behind a sequence's window are 0 (the null block), like those after its last block. A block is
+    behind the window if no query of this step or of a later one sees any of its keys."""
 
     slot_mapping: torch.Tensor  # int64 [T], like ForwardMeta's, in the group's own pool
     block_table: torch.Tensor  # int32 [n, max_blocks]
@@ -107,11 +103,9 @@ Sinks = list[torch.Tensor] | None  # of each layer: [Hq], one more score of each
 
 
 class AttentionBackend(Protocol):
-    """Causal grouped-query attention over the paged KV cache.
-
-    A score is scale · query · key, then capped if the model has a soft cap. If the model has sinks (Xiao et al. 2023),
-    the sink of the query head takes part in the softmax as one more score, and its weight is dropped.
-    """
+    """Causal grouped-query attention over the paged KV cache. A score is scale · query · key, then capped if the model
+    has a soft cap. If the model has sinks (Xiao et al. 2023), the sink of the query head takes part in the softmax as
+    one more score, and its weight is dropped."""
 
     name: str
 

@@ -95,10 +95,8 @@ def choose_backend(
 def why_not_triton(
     config: AttentionShape, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
 ) -> str:
-    """Returns the reason why our Triton kernels cannot run this model on this device; "" if they can.
-
-    kv_dtype: as in choose_attention.
-    """
+    """Returns the reason why our Triton kernels cannot run this model on this device; "" if they can. kv_dtype: as in
+    choose_attention."""
     if device.type != "cuda":
         return "our Triton kernels need a CUDA device"
     major, minor = torch.cuda.get_device_capability(device)

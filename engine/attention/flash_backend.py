@@ -39,11 +39,9 @@ class FlashAttention:
     def __init__(
         self, config: AttentionShape, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Import the library. Raises EngineError if the library is not installed or does not support the arguments.
-
-        The import takes a few seconds. The first call of each variant of the kernel also takes a few seconds, because
-        the library then compiles this variant.
-        """
+        """Import the library. Raises EngineError if the library is not installed or does not support the arguments. The
+        import takes a few seconds. The first call of each variant of the kernel also takes a few seconds, because the
+        library then compiles this variant."""
         self._scale = config.scale
         self._windows = [config.window(i) for i in range(config.num_layers)]
         if dtype not in (torch.bfloat16, torch.float16):

@@ -155,11 +155,9 @@ class TorchAttention:
     def _attend(
         self, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns the output [n, Hkv, R, D] with soft cap and sinks, which torch's function lacks.
-
-        q [n, Hkv, R, D]; keys and values [n, Hkv, L, D]. The R rows of a key head are the tokens of its first query
-        head, then those of its next one. mask [n, 1, 1, L], or [tokens, L]; it is added to the scores.
-        """
+        """Returns the output [n, Hkv, R, D] with soft cap and sinks, which torch's function lacks. q [n, Hkv, R, D];
+        keys and values [n, Hkv, L, D]. The R rows of a key head are the tokens of its first query head, then those of
+        its next one. mask [n, 1, 1, L], or [tokens, L]; it is added to the scores."""
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = torch.matmul(q, keys.transpose(2, 3)).to(wide) * self._scale
         if self._softcap:

@@ -48,11 +48,9 @@ class TritonAttention:
         self._splits: int | None = None
 
     def plan(self, meta: ForwardMeta, padded: bool = False, splits: int | None = None) -> None:
-        """See AttentionBackend.plan.
-
-        `padded`: True if padding rows must get a finite output; if False, their output is undefined. `splits`: the
-        number of programs that share the keys of a chunk. None: the kernel chooses a number for this batch.
-        """
+        """See AttentionBackend.plan. `padded`: True if padding rows must get a finite output; if False, their output is
+        undefined. `splits`: the number of programs that share the keys of a chunk. None: the kernel chooses a number
+        for this batch."""
         self._meta, self._padded, self._splits = meta, padded, splits
 
     def run(
@@ -85,19 +83,15 @@ class TritonAttention:
 
     def _padded_out(self, q: torch.Tensor) -> torch.Tensor:
         """Returns a buffer [T, heads * d] that all layers and steps share, so that no layer has to clear padding rows.
-
-        No step writes its padding rows, so these hold zeros or the values of an earlier step.
-        """
+        No step writes its padding rows, so these hold zeros or the values of an earlier step."""
         tokens, width = q.shape[0], q.shape[1] * q.shape[2]
         if not self._outputs or len(self._outputs[-1]) < tokens:
             self._outputs.append(torch.zeros(tokens, width, dtype=q.dtype, device=q.device))
         return self._outputs[-1][:tokens]
 
     def warm_up(self, pool: KVPool, dtype: torch.dtype, layer: int = 0, most_rows: int | None = None) -> None:
-        """Run every form of the kernels on padding, so that no form is compiled during a request.
-
-        `layer`: one that this backend computes. `most_rows`: the largest number of decodes whose forms are run.
-        """
+        """Run every form of the kernels on padding, so that no form is compiled during a request. `layer`: one that
+        this backend computes. `most_rows`: the largest number of decodes whose forms are run."""
         kv_heads, dim, max_rows = self.kv_heads, self.head_dim, len(self._rows)
         heads = kv_heads * self.group
         cache, kv_scales = (pool.keys[layer], pool.values[layer]), pool.scales[layer]

@@ -17,10 +17,8 @@ NULL_BLOCK = 0
 
 
 class BlockAllocator:
-    """Counts the requests that hold each block, for the blocks 1 … num_blocks - 1.
-
-    `num_blocks` includes the null block, as the pool's tensors do. Every change takes O(1) time per block.
-    """
+    """Counts the requests that hold each block, for the blocks 1 … num_blocks - 1. `num_blocks` includes the null
+    block, as the pool's tensors do. Every change takes O(1) time per block."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:

@@ -97,10 +97,8 @@ class KVCache:
         return self.prefix_caching and not needs_logits
 
     def take(self, request: Request, match: Match) -> int:
-        """Replace the request's private blocks by the blocks of `match`.
-
-        Returns the number of tokens that the request need no longer compute.
-        """
+        """Replace the request's private blocks by the blocks of `match`. Returns the number of tokens that the request
+        need no longer compute."""
         if not match.blocks:
             return 0
         private = request.table[request.shared_blocks :]
@@ -183,11 +181,9 @@ class KVCache:
     # ---- publishing to the tree
 
     def publish_planned(self, request: Request, step: int) -> None:
-        """Publish the full blocks that `step` will write, as pending: other requests may share them from now on.
-
-        If the tree already has the first of these blocks, nothing is published. `publish_committed` later replaces the
-        request's blocks by the tree's.
-        """
+        """Publish the full blocks that `step` will write, as pending: other requests may share them from now on. If the
+        tree already has the first of these blocks, nothing is published. `publish_committed` later replaces the
+        request's blocks by the tree's."""
         end = min(request.planned, len(request.ids)) // self.block_size
         if not self.prefix_caching or end <= request.shared_blocks:
             return
@@ -201,11 +197,8 @@ class KVCache:
                 self._count_again(request, [start + i for i in evicted])
 
     def _count_again(self, request: Request, evicted: list[int]) -> None:
-        """Count the tokens of a prompt's blocks `evicted` that would not be computed without an eviction.
-
-        Tokens that the request lost itself are not counted here, nor the block of the last token, which is always
-        computed.
-        """
+        """Count the tokens of a prompt's blocks `evicted` that would not be computed without an eviction. Tokens that
+        the request lost itself are not counted here, nor the block of the last token, which is always computed."""
         size = self.block_size
         last = (len(request.ids) - 1) // size if self.may_read(request) else 0
         tokens = sum(max(0, size - max(0, request.lost - i * size)) for i in evicted if i < last)
@@ -214,11 +207,9 @@ class KVCache:
             self.log.append("again", request.id, tokens)
 
     def publish_committed(self, request: Request, written: int) -> None:
-        """Publish the full blocks of the first `written` tokens, whose KV and ids are known.
-
-        If the tree already has a block, the request takes the tree's copy and frees its own. Without a prefix cache,
-        equal blocks are only found and recorded.
-        """
+        """Publish the full blocks of the first `written` tokens, whose KV and ids are known. If the tree already has a
+        block, the request takes the tree's copy and frees its own. Without a prefix cache, equal blocks are only found
+        and recorded."""
         end = min(written, len(request.ids)) // self.block_size
         if not self.prefix_caching:
             contents = self._copies.add(request, end, self.block_size)
@@ -254,10 +245,8 @@ class KVCache:
     # ---- releasing
 
     def release(self, request: Request, clock: int) -> None:
-        """Release all blocks of a request. Blocks in the tree stay cached.
-
-        `clock`: the sequence number of the record that reports the release.
-        """
+        """Release all blocks of a request. Blocks in the tree stay cached. `clock`: the sequence number of the record
+        that reports the release."""
         if request.node is not None:
             self.tree.unlock(request.node, clock)
         # Release the last block first: the free list is a stack, so a later request gets the blocks in their old order.

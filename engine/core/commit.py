@@ -73,10 +73,8 @@ class Committer:
 
     def _accept_drafts(self, scheduled: Scheduled, result: StepResult) -> dict[int, list[int]]:
         """Returns the tokens of each entry with drafts: its accepted drafts, then the token that was drawn after them.
-
         The first draft that differs from the token drawn at its position, or that is a stop token, is rejected. All
-        drafts after it are rejected too.
-        """
+        drafts after it are rejected too."""
         lookup = self.scheduler.lookup
         assert lookup is not None
         checked: dict[int, list[int]] = {}
@@ -130,10 +128,8 @@ class Committer:
 
 
 def _new_prompt_logprobs(request: Request, start: int, result: StepResult, entry: int) -> list[TokenLogprobs] | None:
-    """Returns the prompt logprobs of the chunk at `start`, without those that were returned before.
-
-    After a preemption, the same prompt positions are computed again.
-    """
+    """Returns the prompt logprobs of the chunk at `start`, without those that were returned before. After a preemption,
+    the same prompt positions are computed again."""
     found = result.prompt_logprobs.get(entry)
     if found is None:
         return None

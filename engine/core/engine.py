@@ -144,10 +144,8 @@ class Engine:
     # ---- the step
 
     def step(self) -> list[Emitted]:
-        """Plan and launch a step, then commit the previous step and return the output of the commit.
-
-        Without overlap, commit the launched step instead.
-        """
+        """Plan and launch a step, then commit the previous step and return the output of the commit. Without overlap,
+        commit the launched step instead."""
         times = self.clock.begin()
         scheduled = self.scheduler.plan()
         if scheduled is not None:
@@ -222,10 +220,8 @@ class Engine:
         assert {id(r) for r in live} == {id(r) for r in [*self.scheduler.running, *self.scheduler.waiting]}
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the state after the last record as plain data; "seq" is that record's number.
-
-        `State.snapshot` (engine/trace/state.py) returns the same data, folded from the records.
-        """
+        """Returns the state after the last record as plain data; "seq" is that record's number. `State.snapshot`
+        (engine/trace/state.py) returns the same data, folded from the records."""
         scheduler, tree, decoding = self.scheduler, self.cache.tree, self.scheduler.writer.decoding
         return {
             "seq": self.log.seq,

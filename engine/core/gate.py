@@ -72,10 +72,8 @@ class Gate:
         self._allowed = n
 
     def run_until(self, event: str, slower_than_ms: float = 0.0) -> None:
-        """Let steps through until `event` (a key of EVENTS) happens; then let no more steps through.
-
-        `slower_than_ms`: the event "slow" happens when a step takes more milliseconds than this.
-        """
+        """Let steps through until `event` (a key of EVENTS) happens; then let no more steps through. `slower_than_ms`:
+        the event "slow" happens when a step takes more milliseconds than this."""
         if not isinstance(event, str) or event not in EVENTS:
             raise InvalidRequest(f"there is no event {event!r:.80}: the events are {', '.join(EVENTS)}", "event")
         if not _is_number(slower_than_ms) or not slower_than_ms >= 0:

@@ -40,10 +40,8 @@ def _on_gc(phase: str, _info: dict[str, Any]) -> None:
 
 
 def watch_stops() -> None:
-    """Count how often this process is stopped and continued. Must be called in the main thread.
-
-    An existing handler of SIGCONT is still called.
-    """
+    """Count how often this process is stopped and continued. Must be called in the main thread. An existing handler of
+    SIGCONT is still called."""
     before = signal.getsignal(signal.SIGCONT)
 
     def continued(number: int, frame: Any) -> None:
@@ -68,11 +66,9 @@ class HostPauses:
             gc.callbacks.append(_on_gc)
 
     def since_last(self, delays: bool = True) -> Pauses:
-        """Returns the pauses since the last call.
-
-        `delays`: also read the delays; `reading_s` is then the time that this took, and `delayed_s` covers the time
-        since the last call that read them. Without `delays`, `delayed_s` is None.
-        """
+        """Returns the pauses since the last call. `delays`: also read the delays; `reading_s` is then the time that
+        this took, and `delayed_s` covers the time since the last call that read them. Without `delays`, `delayed_s` is
+        None."""
         if not delays and _Counts.gc_s == self._gc_s and _Counts.stops == self._stops:
             return NO_PAUSES
         delayed_s = self._read_delays() if delays else None

@@ -30,9 +30,7 @@ class Intake:
         cache_salt: str, compiled: Callable[[], Grammar] | None = None,
     ) -> Request:
         """Returns the request `id`. Raises InvalidRequest if an argument is invalid or the prompt can never run.
-
-        `compiled`: see Engine.add_request.
-        """
+        `compiled`: see Engine.add_request."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"the sampling parameters are of type {type(params).__name__}, not SamplingParams")
         _check_type("group", group, str)

@@ -27,11 +27,9 @@ class Lookup:
         self._resume = NGRAM + 1  # no drafts while the text is shorter than this
 
     def follow(self, ids: list[int], most: int) -> list[int]:
-        """Draft `most` tokens: the text after the earlier place that has the longest match with the end of `ids`.
-
-        If several matches are equally long, the latest place is used. The draft is empty if the last NGRAM tokens do
-        not occur earlier in the indexed text, or while drafts are paused.
-        """
+        """Draft `most` tokens: the text after the earlier place that has the longest match with the end of `ids`. If
+        several matches are equally long, the latest place is used. The draft is empty if the last NGRAM tokens do not
+        occur earlier in the indexed text, or while drafts are paused."""
         if len(ids) < self._resume:
             return []
         place, best, longest = self._last.get(tuple(ids[-NGRAM:]), 0), 0, 0

@@ -47,11 +47,8 @@ def common_tokens(a: Key, b: Key) -> int:
 
 
 class Node:
-    """A run of blocks.
-
-    `keys[i]` are the tokens of `blocks[i]`; `hashes[i]` is the hash of the whole prefix up to and including
-    these tokens. `last_used` is the sequence number of the last record that used the node.
-    """
+    """A run of blocks. `keys[i]` are the tokens of `blocks[i]`; `hashes[i]` is the hash of the whole prefix up to and
+    including these tokens. `last_used` is the sequence number of the last record that used the node."""
 
     __slots__ = ("blocks", "children", "hashes", "id", "keys", "last_used", "parent", "users")
 
@@ -76,11 +73,9 @@ class Node:
 
     @property
     def same_child(self) -> Node | None:
-        """The only child, if this node can be merged with it: the same requests hold both.
-
-        Each request that holds a child holds its parent too, so equal counts mean the same requests. If no request
-        holds the two, they must have the same age: then the order of evictions does not change.
-        """
+        """The only child, if this node can be merged with it: the same requests hold both. Each request that holds a
+        child holds its parent too, so equal counts mean the same requests. If no request holds the two, they must have
+        the same age: then the order of evictions does not change."""
         if len(self.children) != 1 or self.parent is None:
             return None
         (child,) = self.children.values()

@@ -26,10 +26,8 @@ class _Batch(NamedTuple):
 
 
 class PlanWriter:
-    """Makes the plans and their records.
-
-    A step record names only the requests that joined or left the decoding set, so the writer keeps that set.
-    """
+    """Makes the plans and their records. A step record names only the requests that joined or left the decoding set, so
+    the writer keeps that set."""
 
     def __init__(self, cache: KVCache, log: RecordLog) -> None:
         self._cache = cache
@@ -43,10 +41,7 @@ class PlanWriter:
         num_waiting: int,
     ) -> Scheduled:
         """Write the plan of `entries`. They are in this order: decodes without drafts, decodes with `drafts` (by
-        request id), prefill chunks.
-
-        `num_decoding` counts the entries before the chunks.
-        """
+        request id), prefill chunks. `num_decoding` counts the entries before the chunks."""
         num_decodes = num_decoding - len(drafts)
         requests, starts, q_lens = zip(*entries, strict=True)
         for request in requests:

@@ -69,11 +69,9 @@ class LongestPrefix(QueueOrder):
         self._hashable = 0  # blocks that may still be hashed in this step
 
     def order(self, head: list[Request]) -> list[Request]:
-        """Returns preempted requests, then requests at the limit, then the others by cached prefix.
-
-        A request is at the limit once OVERTAKES younger requests have overtaken it. A step that admits several requests
-        can exceed the limit.
-        """
+        """Returns preempted requests, then requests at the limit, then the others by cached prefix. A request is at the
+        limit once OVERTAKES younger requests have overtaken it. A step that admits several requests can exceed the
+        limit."""
         self._hashes = {request.id: self._hashes.get(request.id, []) for request in head}
         self._hashable = HASHED_BLOCKS
         return sorted(head, key=self._sort_key)

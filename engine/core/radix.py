@@ -56,10 +56,8 @@ class RadixTree:
     # ---- looking up
 
     def match(self, ids: list[int], limit: int, node: Node | None = None, depth: int = 0, salt: str = "") -> Match:
-        """Returns which of the blocks [depth, limit) of `ids` are below `node` (None: the root). Change nothing.
-
-        The path to `node` has the first `depth` blocks of `ids`. `salt`: the cache salt of the request.
-        """
+        """Returns which of the blocks [depth, limit) of `ids` are below `node` (None: the root). Change nothing. The
+        path to `node` has the first `depth` blocks of `ids`. `salt`: the cache salt of the request."""
         node = node or self.root
         size = self.block_size
         blocks: list[int] = []
@@ -121,11 +119,9 @@ class RadixTree:
     # ---- growing
 
     def add(self, node: Node, request: int, keys: list[Key], blocks: list[int], step: int) -> Node:
-        """Add blocks below `node`, the node that the request holds; return the node that the request holds now.
-
-        A leaf that only this request holds is extended in place, so a reply becomes one node, not one node per block.
-        `step` is the step that will write the blocks, or -1 if they are already written.
-        """
+        """Add blocks below `node`, the node that the request holds; return the node that the request holds now. A leaf
+        that only this request holds is extended in place, so a reply becomes one node, not one node per block. `step`
+        is the step that will write the blocks, or -1 if they are already written."""
         ids = list(chain.from_iterable(keys))
         if node.parent is not None and node.users == 1 and not node.children:
             clock = self.log.append("extend", node.id, request, ids, blocks, step)
@@ -172,10 +168,8 @@ class RadixTree:
 
     def _merge(self, upper: Node) -> Node:
         """Merge a node with its only child if the same requests hold both; return the node that has `upper`'s blocks.
-
         These requests refer to the child, so its object stays. It takes the older of the two ids, so a node that was
-        split gets its id back.
-        """
+        split gets its id back."""
         lower = upper.same_child
         if lower is None:
             return upper
@@ -198,10 +192,8 @@ class RadixTree:
     # ---- shrinking
 
     def evict(self, n: int, reason: str) -> int:
-        """Evict up to `n` blocks, leaves in the order of the policy; return the number of evicted blocks.
-
-        If a leaf has more blocks than are still needed, only its last blocks are evicted.
-        """
+        """Evict up to `n` blocks, leaves in the order of the policy; return the number of evicted blocks. If a leaf has
+        more blocks than are still needed, only its last blocks are evicted."""
         freed = 0
         while freed < n and (node := self.next_leaf()) is not None:
             take = min(n - freed, len(node.blocks))
@@ -269,11 +261,9 @@ class RadixTree:
             self.log.append("settle", step)
 
     def invalidated_by(self, step: int) -> tuple[list[tuple[Node, int]], set[int]]:
-        """Returns the nodes that a failed step makes invalid, and the blocks to remove.
-
-        The nodes are a list of (node, number of blocks that stay valid), the deepest first. Blocks that later steps
-        complete are removed too: their first tokens may be tokens of the failed step.
-        """
+        """Returns the nodes that a failed step makes invalid, and the blocks to remove. The nodes are a list of (node,
+        number of blocks that stay valid), the deepest first. Blocks that later steps complete are removed too: their
+        first tokens may be tokens of the failed step."""
         kept: dict[Node, int] = {}
         for node in self.nodes.values():
             valid = next((i for i, block in enumerate(node.blocks) if self.pending.get(block, -1) >= step), None)

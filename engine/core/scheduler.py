@@ -58,11 +58,9 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Owns the queue, the running requests and the rows; the cache owns the blocks.
-
-    `order`, `chunk` and `victim` are the decisions of policy.py; others may replace them before the first request. The
-    tree has a fourth one, `next_leaf`.
-    """
+    """Owns the queue, the running requests and the rows; the cache owns the blocks. `order`, `chunk` and `victim` are
+    the decisions of policy.py; others may replace them before the first request. The tree has a fourth one,
+    `next_leaf`."""
 
     def __init__(self, config: SchedulerConfig, cache: KVCache, log: RecordLog) -> None:
         self.config = config
@@ -93,11 +91,9 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def limit_for(self, prompt_len: int, params: SamplingParams) -> int:
-        """Returns the largest number of tokens that prompt and reply may have together.
-
-        The last token needs no KV, so the limit may be one token more than the pool holds. Raises InvalidRequest if
-        the prompt is empty or too long.
-        """
+        """Returns the largest number of tokens that prompt and reply may have together. The last token needs no KV, so
+        the limit may be one token more than the pool holds. Raises InvalidRequest if the prompt is empty or too
+        long."""
         total, size = self.cache.allocator.total, self.cache.block_size
         if prompt_len == 0:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
@@ -229,11 +225,9 @@ class Scheduler:
         return True
 
     def _plan_drafts(self, entries: list[Entry], num_decoding: int, budget: int) -> dict[int, list[int]]:
-        """Make drafts for decoding requests, the oldest first; return the draft tokens by request id.
-
-        Entries with drafts move behind the other decodes. Cached blocks may be evicted to make room for drafts, but no
-        request is preempted.
-        """
+        """Make drafts for decoding requests, the oldest first; return the draft tokens by request id. Entries with
+        drafts move behind the other decodes. Cached blocks may be evicted to make room for drafts, but no request is
+        preempted."""
         drafts: dict[int, list[int]] = {}
         if self.lookup is None:
             return drafts

@@ -163,10 +163,8 @@ class States(Side):
         self._interval = max(1, interval // block_size) * block_size
 
     def serves(self, blocks: list[int], most: int) -> int:
-        """As Window.serves.
-
-        A step cannot read a checkpoint that it writes: checkpoints are kept once the whole step is planned.
-        """
+        """As Window.serves. A step cannot read a checkpoint that it writes: checkpoints are kept once the whole step is
+        planned."""
         kept = self.pool.kept
         while most > 0 and blocks[most - 1] not in kept:
             most -= 1
@@ -206,10 +204,8 @@ class States(Side):
     def segments(
         self, request: Request, start: int, n: int, drafted: bool, caching: bool
     ) -> list[tuple[int, int, int]]:
-        """Returns [(tokens, source, target)] for the tokens [start, start + n) that a step computes.
-
-        Each segment begins with the state in the slot `source`, and leaves the state after its tokens in `target`.
-        """
+        """Returns [(tokens, source, target)] for the tokens [start, start + n) that a step computes. Each segment
+        begins with the state in the slot `source`, and leaves the state after its tokens in `target`."""
         held, at, size = self.held(request), request.state_at, self.block_size
         done = [place for place in held if 0 <= place < request.shared_blocks and place != at]
         lasting = [place for place in done if self._lasts(request, (place + 1) * size)]

@@ -47,11 +47,9 @@ class PromptTargets(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """The plan of one step, as plain data that can be sent to other ranks.
-
-    The entries are in this order: `num_decodes` decodes of one token; `num_drafted` decodes of one token and its
-    drafts; prefill chunks. In a decode with drafts, a token is drawn after the first token and after each draft.
-    """
+    """The plan of one step, as plain data that can be sent to other ranks. The entries are in this order: `num_decodes`
+    decodes of one token; `num_drafted` decodes of one token and its drafts; prefill chunks. In a decode with drafts, a
+    token is drawn after the first token and after each draft."""
 
     step: int
     rows: np.ndarray  # int32 [n]  the request's row in the persistent batch state

@@ -43,10 +43,8 @@ class StepTimes:
 
 
 class StepClock:
-    """Turns the moments of steps into records.
-
-    `synchronous`: a step has ended when its launch returns, so the launch time includes the device's time.
-    """
+    """Turns the moments of steps into records. `synchronous`: a step has ended when its launch returns, so the launch
+    time includes the device's time."""
 
     def __init__(self, log: RecordLog, synchronous: bool) -> None:
         self._log = log
@@ -64,10 +62,8 @@ class StepClock:
         return now()
 
     def begin(self) -> StepTimes:
-        """Begin a step. Of the time since the last lap, the gate's delay is added to GATE, the rest to EMIT.
-
-        EMIT is the time for output and commands.
-        """
+        """Begin a step. Of the time since the last lap, the gate's delay is added to GATE, the rest to EMIT. EMIT is
+        the time for output and commands."""
         began = self.now()
         if not self._lap_at:
             self._pauses.since_last()  # discard the pauses while the engine was idle: they delayed no step
@@ -91,10 +87,8 @@ class StepClock:
         return at
 
     def arrive(self, times: StepTimes, result: StepResult) -> None:
-        """Note that the ids of a step are on the host: this ends the parts of this time, and their pauses.
-
-        Sets `result.arrived_us` to the sum of all recorded parts, so speeds agree with the records to the microsecond.
-        """
+        """Note that the ids of a step are on the host: this ends the parts of this time, and their pauses. Sets
+        `result.arrived_us` to the sum of all recorded parts, so speeds agree with the records to the microsecond."""
         times.arrived = self.lap(WAIT)
         parts, self._parts = self._parts, [0.0] * 6
         if self._synchronous and result.device_ms is not None:
@@ -119,11 +113,8 @@ class StepClock:
         return wall_s
 
     def record(self, times: StepTimes, plan: StepPlan, result: StepResult, emitted: list[Emitted]) -> float:
-        """Record a step that was just committed; return its wall time in seconds.
-
-        The wall time begins when the step begins or when the step before it ends, whichever is later. It ends when the
-        ids arrive.
-        """
+        """Record a step that was just committed; return its wall time in seconds. The wall time begins when the step
+        begins or when the step before it ends, whichever is later. It ends when the ids arrive."""
         wall_s = self.took(times)
         prefills = len(plan.rows) - plan.num_decoding
         kind = "decode" if not prefills else "mixed" if plan.num_decoding else "prefill"
@@ -146,10 +137,8 @@ class StepClock:
         return wall_s
 
     def _reads_delays(self, took_s: float) -> bool:
-        """Returns whether to read the host's delays for a step that took this time.
-
-        They are not read for every short step, because reading them costs more than the rest of the record.
-        """
+        """Returns whether to read the host's delays for a step that took this time. They are not read for every short
+        step, because reading them costs more than the rest of the record."""
         usual_s = self._usual_s
         slow = took_s > SLOW * usual_s + SLOW_S
         # No step counts as more than twice the usual time: after a long prefill, a slow decode step must be noticed.

@@ -17,11 +17,8 @@ from engine.params import SamplingParams
 
 
 class TokenRules:
-    """The rules of one reply.
-
-    A word of several tokens is excluded by masking its last token whenever the reply ends with the word's other tokens.
-    The prompt does not count.
-    """
+    """The rules of one reply. A word of several tokens is excluded by masking its last token whenever the reply ends
+    with the word's other tokens. The prompt does not count."""
 
     def __init__(
         self, params: SamplingParams, words: Sequence[Sequence[int]], vocab_size: int, grammar: Grammar | None = None
@@ -82,11 +79,9 @@ class Replay:
 
 
 def dead_end(request: Request) -> str:
-    """Returns the reason why no token is allowed next, as a sentence; empty if a token is allowed.
-
-    This function is slow, because it computes the grammar's mask. Call it only for a new request that has masks, or
-    after the sampler could not draw a token.
-    """
+    """Returns the reason why no token is allowed next, as a sentence; empty if a token is allowed. This function is
+    slow, because it computes the grammar's mask. Call it only for a new request that has masks, or after the sampler
+    could not draw a token."""
     drawn, least = len(request.ids) - request.prompt_len, request.params.min_tokens
     if request.grammar is None:
         return ""  # the only mask is min_tokens: it forbids the stop ids, which are never the whole vocabulary

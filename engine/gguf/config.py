@@ -241,11 +241,9 @@ def _scaling(header: Header, kind: str, theta: float, rotated: int) -> dict[str,
 
 
 def _llama3(header: Header, theta: float, rotated: int) -> dict[str, Any]:
-    """Returns the bands of Llama 3's positions. The file has only what each frequency is divided by.
-
-    Frequencies that turn often stay, slow ones are divided by the factor. Between the bands, the share of a frequency
-    that stays grows with its turns per position: the line of these shares gives both bands.
-    """
+    """Returns the bands of Llama 3's positions. The file has only what each frequency is divided by. Frequencies that
+    turn often stay, slow ones are divided by the factor. Between the bands, the share of a frequency that stays grows
+    with its turns per position: the line of these shares gives both bands."""
     found = np.array(header.numbers(FREQUENCIES))
     if len(found) != rotated // 2:
         raise header.error(f"has {len(found)} divisors of frequencies ({FREQUENCIES}), and {rotated // 2} frequencies")

@@ -103,11 +103,9 @@ def outputs(header: Header, family: Family, config: dict[str, Any]) -> list[Outp
 
 
 def _of_delta(header: Header, config: dict[str, Any], output: Output) -> Output:
-    """Returns a tensor of a gated delta rule, or the gate of a shared expert, as the checkpoint has it.
-
-    The converter stores -exp(A_log), drops dimensions of 1, and puts the value heads of all key heads in turns: the
-    first of each key head, then the second of each. In a checkpoint, those of a key head follow each other.
-    """
+    """Returns a tensor of a gated delta rule, or the gate of a shared expert, as the checkpoint has it. The converter
+    stores -exp(A_log), drops dimensions of 1, and puts the value heads of all key heads in turns: the first of each key
+    head, then the second of each. In a checkpoint, those of a key head follow each other."""
     tensor, module = output.sources[0], output.names[0].rpartition(".")[0]
     owner = module.rpartition(".")[2]
     if owner == "shared_expert_gate":
@@ -251,10 +249,8 @@ def _decoder_name(header: Header, family: Family, tensor: Tensor) -> tuple[str, 
 
 
 def _clamped(header: Header, experts: dict[tuple[str, str, str], Tensor]) -> list[Output]:
-    """Returns the experts of gpt-oss as its checkpoint has them: [E, in, out], where gates and ups alternate.
-
-    Blocks of MXFP4 stay blocks: [E, out, in / 32, 16 bytes], with the exponents in a tensor of their own.
-    """
+    """Returns the experts of gpt-oss as its checkpoint has them: [E, in, out], where gates and ups alternate. Blocks of
+    MXFP4 stay blocks: [E, out, in / 32, 16 bytes], with the exponents in a tensor of their own."""
     found = []
     for (module, owner, leaf), tensor in experts.items():
         sources: tuple[Tensor, ...] = (tensor,)

@@ -29,10 +29,8 @@ class Snapshot:
         return self.path.name
 
     def is_revision(self, revision: str) -> bool:
-        """Returns True if `revision` is a branch or tag of this snapshot, or its commit (7 digits or more).
-
-        "", no revision, is that of branch main, or of no branch.
-        """
+        """Returns True if `revision` is a branch or tag of this snapshot, or its commit (7 digits or more). "", no
+        revision, is that of branch main, or of no branch."""
         if not revision:
             return DEFAULT in self.refs or not self.refs
         return revision in self.refs or (len(revision) >= SHORTEST_COMMIT and self.commit.startswith(revision))
@@ -65,11 +63,8 @@ def cached_snapshots(pattern: str = "models--*") -> list[Snapshot]:
 
 
 def snapshots_of(name: str, revision: str = "") -> list[Snapshot]:
-    """Returns the cached snapshots of a model, in the order of `cached_snapshots`.
-
-    A name without an organisation matches the models of this name from all organisations. `revision`: as for
-    `Snapshot.is_revision`.
-    """
+    """Returns the cached snapshots of a model, in the order of `cached_snapshots`. A name without an organisation
+    matches the models of this name from all organisations. `revision`: as for `Snapshot.is_revision`."""
     found = cached_snapshots("models--" + name.replace("/", "--") if "/" in name else f"models--*--{name}")
     return [snapshot for snapshot in found if snapshot.is_revision(revision)]
 

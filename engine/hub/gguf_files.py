@@ -41,10 +41,8 @@ def file_in(path: Path) -> Path | None:
 
 
 def cached(pattern: str = "models--*") -> dict[str, Path]:
-    """Returns the GGUF files of the local cache by the names that --model accepts, those of older snapshots first.
-
-    A name is that of the repository, with the file in it if there are several, as in Org/Name-GGUF/name-Q8_0.gguf.
-    """
+    """Returns the GGUF files of the local cache by the names that --model accepts, those of older snapshots first. A
+    name is that of the repository, with the file in it if there are several, as in Org/Name-GGUF/name-Q8_0.gguf."""
     names: dict[str, Path] = {}
     snapshots = (path for path in cache_directory().glob(f"{pattern}/snapshots/*") if not (path / CONFIG).is_file())
     for snapshot in sorted(snapshots, key=lambda path: path.stat().st_mtime):

@@ -149,11 +149,9 @@ class Download:
         self._cache = cache_directory()
 
     def run(self, weights: bool, tokenizer: bool) -> Path:
-        """Download the missing files; return the snapshot's directory.
-
-        `weights`: False leaves the weights out. `tokenizer`: True also checks that the tokenizer can be loaded.
-        Raises CheckpointError. An unsupported model is refused before any weights are downloaded.
-        """
+        """Download the missing files; return the snapshot's directory. `weights`: False leaves the weights out.
+        `tokenizer`: True also checks that the tokenizer can be loaded. Raises CheckpointError. An unsupported model is
+        refused before any weights are downloaded."""
         try:
             import huggingface_hub as hub
             from huggingface_hub.utils import disable_progress_bars  # some versions export it only here
@@ -333,10 +331,8 @@ class _Watch:
 
 
 def pace(seen: Sequence[tuple[float, int]], total: int) -> str:
-    """Returns the speed and the time left, as in ", 45.0 MB/s, 5 min left"; "" while nothing arrives.
-
-    `seen`: (time in seconds, bytes that have arrived), the oldest first.
-    """
+    """Returns the speed and the time left, as in ", 45.0 MB/s, 5 min left"; "" while nothing arrives. `seen`: (time in
+    seconds, bytes that have arrived), the oldest first."""
     (began, before), (now, done) = seen[0], seen[-1]
     if now <= began or done <= before:
         return ""

@@ -53,6 +53,5 @@ def prepare(
     """Fill tokens int64, rows int32, seq_lens int32 [batch]; apply the changes to the block table."""
     _prepare_kernel[(1,)](
         sent, block_table, last_token, tokens, rows, seq_lens, block_table.stride(0), batch, ENTRIES=capacity,
-        OTHERS=others, CHANGES=changes, HEAD=HEADER, BLOCK=max(32, triton.next_power_of_2(capacity)),
-        num_warps=4,
+        OTHERS=others, CHANGES=changes, HEAD=HEADER, BLOCK=max(32, triton.next_power_of_2(capacity)), num_warps=4,
     )

@@ -50,10 +50,8 @@ class CompileAhead(AsyncCompileMode):
         return super().submit(key, partial(_compiled, key, compile), *others)
 
     def gather(self, run: Callable[[], object]) -> None:
-        """Call `run` without launching its kernels: those that are not compiled yet are compiled from now on.
-
-        Their outputs keep whatever was in memory, so no operation in `run` may take a tensor's values as indices.
-        """
+        """Call `run` without launching its kernels: those that are not compiled yet are compiled from now on. Their
+        outputs keep whatever was in memory, so no operation in `run` may take a tensor's values as indices."""
         for each in list(self.future_kernels.values()):
             if each.future.done():
                 each.result(ignore_errors=True)  # now Triton knows the kernel, which saves 1 ms at each launch

@@ -33,10 +33,8 @@ MAX_SPLITS = 32
 
 @triton.jit
 def norm_rope(base, weight, rope, position, head, row_mask, EPS: tl.constexpr, HAS_NORM: tl.constexpr, D: tl.constexpr):
-    """Returns heads `head` [R] of the qkv row at `base`, RMS-normalised and rotated (half-split): [R, D].
-
-    Intermediate results are rounded as in engine/model/ops.py.
-    """
+    """Returns heads `head` [R] of the qkv row at `base`, RMS-normalised and rotated (half-split): [R, D]. Intermediate
+    results are rounded as in engine/model/ops.py."""
     d = tl.arange(0, D)
     half = D // 2
     other = (d + half) % D
@@ -78,10 +76,8 @@ def capped(scores, CAP: tl.constexpr):
 
 @triton.jit
 def _weights(q_tile, k, inside, m, mass, scale, CAP: tl.constexpr):
-    """Add a tile of keys to the running softmax: maximum `m`, sum of weights `mass`.
-
-    Returns both, the keys' weights, and the factor of what the values of earlier keys add up to.
-    """
+    """Add a tile of keys to the running softmax: maximum `m`, sum of weights `mass`. Returns both, the keys' weights,
+    and the factor of what the values of earlier keys add up to."""
     scores = tl.where(inside[None, :], capped(tl.dot(q_tile, tl.trans(k)) * scale, CAP), -1.0e30)
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
@@ -258,9 +254,7 @@ def _decode_kernel(
             mass_s = tl.load(at + GROUP, mask=live, other=0.0, volatile=True)
             weight = tl.exp2(m_s - tl.max(m_s, 0))
             a = tl.load(
-                partial + (base + s)[:, None] * GROUP * D + g * D + d[None, :],
-                mask=live[:, None],
-                other=0.0,
+                partial + (base + s)[:, None] * GROUP * D + g * D + d[None, :], mask=live[:, None], other=0.0,
                 volatile=True,
             )
             result = tl.sum(a * weight[:, None], 0) / tl.sum(mass_s * weight, 0)
@@ -283,10 +277,8 @@ class DecodeWorkspace:
 
 def num_splits(n: int, kv_heads: int, longest: int) -> int:
     """Returns the number of splits per (sequence, kv head), a power of two. 1,024 programs in total keep a GPU busy.
-
     With too many splits, some programs have no keys. Such programs cost time too: 6 of 58 us at 64 sequences of 900
-    tokens. With too few splits, one long sequence among many short sequences is read by too few programs.
-    """
+    tokens. With too few splits, one long sequence among many short sequences is read by too few programs."""
     least = 2 if longest <= 8192 else 4
     return max(least, min(MAX_SPLITS, 1 << (max(1, 1024 // (n * kv_heads)).bit_length() - 1)))
 

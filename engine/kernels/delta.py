@@ -104,10 +104,8 @@ def _conv_kernel(
 
 
 def causal_conv(x: torch.Tensor, weight: torch.Tensor, conv: torch.Tensor, states: Any) -> torch.Tensor:
-    """Returns silu of the causal convolution of x [T, C] with weight [C, K]; engine/model/delta.py specifies it.
-
-    conv [slots, C, K - 1]: the last inputs before each segment's source, written for each segment's target.
-    """
+    """Returns silu of the causal convolution of x [T, C] with weight [C, K]; engine/model/delta.py specifies it. conv
+    [slots, C, K - 1]: the last inputs before each segment's source, written for each segment's target."""
     tokens, channels = x.shape
     taps = weight.shape[1]
     n, m = len(states.cu_segments) - 1, len(states.segments)
@@ -165,11 +163,9 @@ def _step_kernel(
 
 @triton.jit
 def _inverse(a, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
-    """Returns (I + a)^-1 for a strictly lower triangular `a` [ROWS, ROWS].
-
-    The diagonal blocks T of the inverse come row by row, all blocks at the same time. With N = T times the part of `a`
-    left of these blocks, N^BLOCKS is 0, so the inverse is T - N T + N N T - ...
-    """
+    """Returns (I + a)^-1 for a strictly lower triangular `a` [ROWS, ROWS]. The diagonal blocks T of the inverse come
+    row by row, all blocks at the same time. With N = T times the part of `a` left of these blocks, N^BLOCKS is 0, so
+    the inverse is T - N T + N N T - ..."""
     BLOCKS: tl.constexpr = ROWS // BLOCK
     r = tl.arange(0, ROWS)
     own = (r // BLOCK)[:, None, None] == tl.arange(0, BLOCKS)[None, :, None]
@@ -334,11 +330,9 @@ def delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, recurrent: torch.Tensor,
     states: Any, eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Returns the output [T, Hv, Dv] of the gated delta rule; engine/model/delta.py specifies it.
-
-    q, k [T, Hk, Dk] and v [T, Hv, Dv], in rows of any stride; g, beta fp32 [T, Hv]; recurrent fp32 [slots, Hv, Dk, Dv],
-    read at each entry's source and written at the target of each segment. Dk and Dv are 64 or 128.
-    """
+    """Returns the output [T, Hv, Dv] of the gated delta rule; engine/model/delta.py specifies it. q, k [T, Hk, Dk] and
+    v [T, Hv, Dv], in rows of any stride; g, beta fp32 [T, Hv]; recurrent fp32 [slots, Hv, Dk, Dv], read at each entry's
+    source and written at the target of each segment. Dk and Dv are 64 or 128."""
     tokens, key_heads, dk = q.shape
     heads, dv = v.shape[1:]
     n, m = len(states.cu_segments) - 1, len(states.segments)

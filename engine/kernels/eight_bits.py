@@ -80,11 +80,8 @@ def skinny(
     values: torch.Tensor, scale: torch.Tensor, w: ScaledMatrix, parts: int = 1, dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns x W^T as [parts, M, N], which the caller sums. K is cut into `parts` parts.
-
-    values, scale: round_rows(x [M, K], both=True, dtype=that of W), M at most 64. K must be a multiple of 128 times
-    `parts`.
-    """
+    """Returns x W^T as [parts, M, N], which the caller sums. K is cut into `parts` parts. values, scale: round_rows(x
+    [M, K], both=True, dtype=that of W), M at most 64. K must be a multiple of 128 times `parts`."""
     m, (n, k) = len(scale), w.shape
     block_m = max(16, triton.next_power_of_2(m))
     block_n, stages, warps = (128, 5, 8) if parts > 1 and n >= 4096 else (64, 6, 4)
@@ -125,10 +122,8 @@ def byte_linear(x: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = Non
 
 
 def back_to_hidden(x: torch.Tensor, w: ScaledMatrix, *, silu: bool = False, in_parts: bool = True) -> torch.Tensor:
-    """Returns x W^T [T, N]; if `in_parts`, maybe its parts fp32 [parts, T, N], which the next norm sums. T > 1.
-
-    x: [T, K]. With `silu`, x [T, 2 K] is gate and up, and the result is (silu(gate) * up) W^T.
-    """
+    """Returns x W^T [T, N]; if `in_parts`, maybe its parts fp32 [parts, T, N], which the next norm sums. T > 1. x: [T,
+    K]. With `silu`, x [T, 2 K] is gate and up, and the result is (silu(gate) * up) W^T."""
     if len(x) > SKINNY:
         return _many(x, w, silu=silu)
     (n, k), parts = w.shape, 1

@@ -36,10 +36,8 @@ RANGES = {torch.float8_e4m3fn: (E4M3_MAX, LOW), torch.int8: (127.0, 254.0)}  # t
 
 @triton.jit
 def scale_to(v, MOST: tl.constexpr, AXIS: tl.constexpr):
-    """Returns v, divided by its scales so that the largest number along AXIS is MOST, and the scales.
-
-    A NaN makes its scale infinite, so all results that the scale multiplies are NaN.
-    """
+    """Returns v, divided by its scales so that the largest number along AXIS is MOST, and the scales. A NaN makes its
+    scale infinite, so all results that the scale multiplies are NaN."""
     largest = tl.max(tl.where(v != v, float("inf"), tl.abs(v)), AXIS, keep_dims=True)
     return v * (MOST / tl.maximum(largest, 1e-30)), largest / MOST
 
@@ -74,21 +72,17 @@ def _round_kernel(
 def round_rows(
     x: torch.Tensor, *, silu: bool = False, both: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds x [T, K]; returns values [T, K] of an 8-bit dtype and their scales fp32 [T, 1].
-
-    With `silu`, x [T, 2 K] is gate and up, and silu(gate) * up is rounded. With `both`, the values are [2 T, K]: first
-    the high parts, then the low parts, which are multiplied by a factor (RANGES).
-    """
+    """Rounds x [T, K]; returns values [T, K] of an 8-bit dtype and their scales fp32 [T, 1]. With `silu`, x [T, 2 K] is
+    gate and up, and silu(gate) * up is rounded. With `both`, the values are [2 T, K]: first the high parts, then the
+    low parts, which are multiplied by a factor (RANGES)."""
     block = triton.next_power_of_2(x.shape[1] // (2 if silu else 1))
     values, scale = _round(x, silu, both, dtype, len(x), block, block, max(1, min(16, block // 512)))
     return values, scale.view(-1, 1)
 
 
 def round_groups(x: torch.Tensor, *, silu: bool = False, both: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds x [T, K]; returns e4m3 values [P, K] and their scales fp32 [K / 128, P]. P: T, rounded up to PADDED.
-
-    The values and scales of the padding are arbitrary. `silu` and `both` are as in `round_rows`.
-    """
+    """Rounds x [T, K]; returns e4m3 values [P, K] and their scales fp32 [K / 128, P]. P: T, rounded up to PADDED. The
+    values and scales of the padding are arbitrary. `silu` and `both` are as in `round_rows`."""
     padded = triton.cdiv(len(x), PADDED) * PADDED
     return _round(x, silu, both, torch.float8_e4m3fn, padded, BLOCK, ROUNDED, 4)
 
@@ -149,9 +143,7 @@ def product(
     """Returns x W^T in bfloat16 [P, N] for round_groups(x [T, K]), or [T, N] for int8 round_rows(x)."""
     if w.scale.dim() == 1 or not _cublas_has_blocks() or w.shape[1] % (4 * BLOCK):
         return tiled(values, scale, w, out)
-    return torch._scaled_mm(
-        values, w.values.t(), scale_a=scale.t(), scale_b=w.scale.t(), out_dtype=torch.bfloat16
-    )
+    return torch._scaled_mm(values, w.values.t(), scale_a=scale.t(), scale_b=w.scale.t(), out_dtype=torch.bfloat16)
 
 
 @cache

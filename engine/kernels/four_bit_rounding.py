@@ -9,10 +9,8 @@ QUOTIENTS = (8.6, 8.2, 7.8, 7.4, 7.0)
 
 
 def round_groups(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns numbers uint8 [N, K] from 0 to 15 and scales fp32 [N, K / group]; scale · (number - 8) approximates x.
-
-    x: [N, K], float32. The scale of a group is the one of the candidates with the smallest sum of squared errors.
-    """
+    """Returns numbers uint8 [N, K] from 0 to 15 and scales fp32 [N, K / group]; scale · (number - 8) approximates x. x:
+    [N, K], float32. The scale of a group is the one of the candidates with the smallest sum of squared errors."""
     parts = x.unflatten(1, (-1, group))
     extreme = parts.gather(2, parts.abs().argmax(2, keepdim=True))
     best, least = torch.zeros_like(extreme), torch.full_like(extreme, torch.inf)

@@ -35,11 +35,9 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton'
 
 
 class FourBitMatrix(Protocol):
-    """A matrix [N, K], such as engine.model.four_bits.Int4Tiles; both are multiples of 128.
-
-    values: int16 [N / 128, K / 4 P, 128, P]; scale: fp32 [N]; groups and offsets: fp16 [N / 128, K / group, 128], with
-    groups of 32, 64 or 128 columns.
-    """
+    """A matrix [N, K], such as engine.model.four_bits.Int4Tiles; both are multiples of 128. values: int16 [N / 128, K /
+    4 P, 128, P]; scale: fp32 [N]; groups and offsets: fp16 [N / 128, K / group, 128], with groups of 32, 64 or 128
+    columns."""
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -72,10 +70,8 @@ def _next_to_last(words):
 
 @triton.jit
 def _add_quarter(total, words, even, odd, Q: tl.constexpr):
-    """Adds the products of two of the eight numbers of each word [n, C] with even and odd [C] to total.
-
-    The products are (1 + q / 16) · x for odd Q, and (16 + q / 16) · x for even Q. One shift serves both.
-    """
+    """Adds the products of two of the eight numbers of each word [n, C] with even and odd [C] to total. The products
+    are (1 + q / 16) · x for odd Q, and (16 + q / 16) · x for even Q. One shift serves both."""
     low = words << (15 if Q < 2 else 7)
     high = words >> (1 if Q < 2 else 9)
     if Q % 2:
@@ -250,10 +246,8 @@ def one(
 
 @triton.jit
 def _numbers(words, Q: tl.constexpr, dtype: tl.constexpr):
-    """Returns q - 8 as activations, where q are the bits 4 Q to 4 Q + 3 of each 16-bit word.
-
-    128 + q has the bits 0x4300 | q in bfloat16. Then 136 is subtracted by an instruction that Ampere has too.
-    """
+    """Returns q - 8 as activations, where q are the bits 4 Q to 4 Q + 3 of each 16-bit word. 128 + q has the bits
+    0x4300 | q in bfloat16. Then 136 is subtracted by an instruction that Ampere has too."""
     if INTERPRETED:
         return (((words >> (4 * Q)) & 15).to(tl.float32) - 8).to(dtype)
     return tl.inline_asm_elementwise(
@@ -414,10 +408,8 @@ def product(x: torch.Tensor, w: FourBitMatrix, out: torch.Tensor | None = None) 
 
 
 def back_to_hidden(x: torch.Tensor, w: FourBitMatrix, *, silu: bool = False, in_parts: bool = True) -> torch.Tensor:
-    """Returns x W^T [T, N]; if `in_parts`, maybe its parts fp32 [parts, T, N], which the next norm sums. T > 1.
-
-    x: [T, K]. With `silu`, x [T, 2 K] is gate and up, and the result is (silu(gate) * up) W^T.
-    """
+    """Returns x W^T [T, N]; if `in_parts`, maybe its parts fp32 [parts, T, N], which the next norm sums. T > 1. x: [T,
+    K]. With `silu`, x [T, 2 K] is gate and up, and the result is (silu(gate) * up) W^T."""
     x = silu_mul(x) if silu else x
     if not in_parts or len(x) > FEW:
         return product(x, w)

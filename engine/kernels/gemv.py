@@ -29,10 +29,8 @@ from engine.kernels.norms import silu_times
 
 
 class ScaledMatrix(Protocol):
-    """A matrix of 8-bit numbers [N, K] with float32 scales, such as engine.model.linear.ByteWeight.
-
-    The scales are [N], one per row, or [N / 128, K / 128], one per block.
-    """
+    """A matrix of 8-bit numbers [N, K] with float32 scales, such as engine.model.linear.ByteWeight. The scales are [N],
+    one per row, or [N / 128, K / 128], one per block."""
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -58,11 +56,8 @@ def block_scales(scale, row, c, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def widen(numbers):
-    """Returns weights in float32.
-
-    An 8-bit whole number n becomes the last byte of the float 2^23 + 128 + n, from which 2^23 + 128 is subtracted: the
-    instruction that converts integers is so slow that it would be the bottleneck.
-    """
+    """Returns weights in float32. An 8-bit whole number n becomes the last byte of the float 2^23 + 128 + n, from which
+    2^23 + 128 is subtracted: the instruction that converts integers is so slow that it would be the bottleneck."""
     if numbers.dtype == tl.int8:
         wide = tl.inline_asm_elementwise(
             """
@@ -161,11 +156,9 @@ def gemv_kernel(
 
 
 def tiles(n: int, k: int, gate_up: bool, scaled: bool = False) -> tuple[int, int, int, int]:
-    """Returns (BLOCK_N, BLOCK_K, AHEAD, warps): the fastest measured values for W [n, k]. `scaled`: W is 8-bit.
-
-    AHEAD tiles are loaded before the wait for the previous kernel. If n is small, there are few programs, so each loads
-    more tiles ahead. If n is large, the many programs hide the latency.
-    """
+    """Returns (BLOCK_N, BLOCK_K, AHEAD, warps): the fastest measured values for W [n, k]. `scaled`: W is 8-bit. AHEAD
+    tiles are loaded before the wait for the previous kernel. If n is small, there are few programs, so each loads more
+    tiles ahead. If n is large, the many programs hide the latency."""
     if scaled:
         return byte_tiles(n, k, gate_up)
     if gate_up:

@@ -50,10 +50,8 @@ def _exchange(
     word, i, live, lane, addresses, calls, abort, RANK: tl.constexpr, SIZE: tl.constexpr, SIZE2: tl.constexpr,
     LANES: tl.constexpr, WORDS: tl.constexpr, SPINS: tl.constexpr,
 ):
-    """Send this rank's words (int32 [N]) where `live` is true; return the words of all ranks, int32 [SIZE2, N].
-
-    Rows from SIZE on are zeros.
-    """
+    """Send this rank's words (int32 [N]) where `live` is true; return the words of all ranks, int32 [SIZE2, N]. Rows
+    from SIZE on are zeros."""
     call = tl.load(calls + lane) + 1
     at = ((call & 1) * LANES + lane) * SIZE * WORDS
     sent = (call.to(tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
@@ -144,11 +142,9 @@ def _sum_kernel(
 
 
 def sum_ranks(x: torch.Tensor, box: Box, norm: tuple[torch.Tensor, torch.Tensor, float] | None = None) -> torch.Tensor:
-    """Returns the sum of x [T, H] over all ranks, added up in fp32 and rounded to 16 bits. T is at most box.lanes.
-
-    With `norm` = (residual [T, H], weight [H], eps): add the sum to the residual in place and return the RMS norm of
-    the residual, as engine.kernels.norms.rms_norm does. x may be fp32 [parts, T, H]: then its parts are added up first.
-    """
+    """Returns the sum of x [T, H] over all ranks, added up in fp32 and rounded to 16 bits. T is at most box.lanes. With
+    `norm` = (residual [T, H], weight [H], eps): add the sum to the residual in place and return the RMS norm of the
+    residual, as engine.kernels.norms.rms_norm does. x may be fp32 [parts, T, H]: then its parts are added up first."""
     hidden = x.shape[-1]
     parts = x.shape[0] if x.dim() == 3 else 1
     tokens = x.shape[-2]
@@ -159,10 +155,8 @@ def sum_ranks(x: torch.Tensor, box: Box, norm: tuple[torch.Tensor, torch.Tensor,
 
 
 def embed_ranks(tokens: torch.Tensor, table: torch.Tensor, box: Box) -> torch.Tensor:
-    """Returns the embedding rows [T, H] of `tokens` (int64 [T]).
-
-    The embedding table is split evenly over the ranks; `table` has this rank's rows.
-    """
+    """Returns the embedding rows [T, H] of `tokens` (int64 [T]). The embedding table is split evenly over the ranks;
+    `table` has this rank's rows."""
     out = torch.empty(len(tokens), table.shape[1], dtype=table.dtype, device=table.device)
     return _launch_sum(table.view(torch.int32), table, table, out, box, tokens, len(table), 0.0, False, 1, True)
 

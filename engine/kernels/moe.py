@@ -151,10 +151,8 @@ def products(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes: Routes, tiles: Tiles,
     clamped: Clamped | None = None,
 ) -> torch.Tensor:
-    """Returns the weighted output [T, K, H] of each token's experts, for x [T, H].
-
-    The rows of padding tokens, which have no experts, are not written.
-    """
+    """Returns the weighted output [T, K, H] of each token's experts, for x [T, H]. The rows of padding tokens, which
+    have no experts, are not written."""
     (tokens, hidden), (experts, inner_size) = x.shape, (len(down), down.shape[2])
     pairs, per_token = len(routes.order), routes.weights.shape[1]
     inner = torch.empty(pairs, inner_size, dtype=x.dtype, device=x.device)
@@ -201,11 +199,9 @@ def each_expert(
     per_token: int, normalised: bool, load: torch.Tensor, live: torch.Tensor | None = None,
     router_bias: torch.Tensor | None = None, clamped: Clamped | None = None,
 ) -> torch.Tensor:
-    """Returns the weighted output [T, K, H] of each token's experts, for x [T, H]. The caller sums it over K.
-
-    The weights are tensors, or matrices of e4m3 numbers (moe_fp8.py). Adds the number of tokens of each expert to load
-    int64 [E]. `live` int32 [1]: only the first `live` tokens are counted, and only their rows are written.
-    """
+    """Returns the weighted output [T, K, H] of each token's experts, for x [T, H]. The caller sums it over K. The
+    weights are tensors, or matrices of e4m3 numbers (moe_fp8.py). Adds the number of tokens of each expert to load
+    int64 [E]. `live` int32 [1]: only the first `live` tokens are counted, and only their rows are written."""
     tiles = tiles_for(len(x), per_token, len(router), eight_bits=not isinstance(gate_up, torch.Tensor))
     routes = route(x, router, per_token, normalised, load, tiles.rows, live, router_bias)
     if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):

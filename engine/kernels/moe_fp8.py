@@ -117,11 +117,8 @@ def _down_kernel(
 
 
 def products(x: torch.Tensor, gate_up: ScaledMatrix, down: ScaledMatrix, routes: Routes, tiles: Tiles) -> torch.Tensor:
-    """Returns the weighted output [T, K, H] of each token's experts, for x [T, H] in bfloat16.
-
-    With narrow tiles, activations are the sum of two numbers. The rows of padding tokens, which have no experts, are
-    not written.
-    """
+    """Returns the weighted output [T, K, H] of each token's experts, for x [T, H] in bfloat16. With narrow tiles,
+    activations are the sum of two numbers. The rows of padding tokens, which have no experts, are not written."""
     (tokens, hidden), inner_size = x.shape, down.shape[1]
     pairs, per_token, count = len(routes.order), routes.weights.shape[1], len(routes.tiles)
     rows, narrow, (n, _, warps, stages), (n_down, _, warps_down, stages_down) = tiles

@@ -96,12 +96,9 @@ def one_token(
     gate_up: torch.Tensor | ScaledMatrix, down: torch.Tensor | ScaledMatrix, per_token: int, normalised: bool,
     load: torch.Tensor, live: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns x + experts(norm(x)) [1, H] for x [1, H].
-
-    `norm`: (weight, eps). `logits` [1, E]: the router's logits of norm(x). `per_token`: K.
-    `normalised`: the weights of the chosen experts are scaled to sum to 1.
-    Adds 1 to `load` (int64 [E]) for each chosen expert, unless `live` (int32 [1]) is 0: then the token is padding.
-    """
+    """Returns x + experts(norm(x)) [1, H] for x [1, H]. `norm`: (weight, eps). `logits` [1, E]: the router's logits of
+    norm(x). `per_token`: K. `normalised`: the weights of the chosen experts are scaled to sum to 1. Adds 1 to `load`
+    (int64 [E]) for each chosen expert, unless `live` (int32 [1]) is 0: then the token is padding."""
     hidden, inner_size, experts = x.shape[1], down.shape[-1], logits.shape[1]
     (up, up_scale, up_flags), (back, back_scale, back_flags) = parts(gate_up), parts(down)
     rows = ROWS if up_scale is None else BYTE_ROWS

@@ -172,11 +172,9 @@ def _group_kernel(
 
 @dataclass(slots=True)
 class Routes:
-    """The pairs of all tokens, sorted by expert and divided into tiles for the matrix products.
-
-    Tile j belongs to expert tiles[j, 0] and has tiles[j, 2] pairs; its first pair is order[tiles[j, 1]].
-    tiles[0, 3] is the number of tiles in use; the other tiles have no pairs.
-    """
+    """The pairs of all tokens, sorted by expert and divided into tiles for the matrix products. Tile j belongs to
+    expert tiles[j, 0] and has tiles[j, 2] pairs; its first pair is order[tiles[j, 1]]. tiles[0, 3] is the number of
+    tiles in use; the other tiles have no pairs."""
 
     weights: torch.Tensor  # [T, K]   the weight of the output of each pair
     order: torch.Tensor  # int32 [T·K]  the pairs, sorted by expert
@@ -227,11 +225,9 @@ def route(
     x: torch.Tensor, router: torch.Tensor, per_token: int, normalised: bool, load: torch.Tensor, rows: int,
     live: torch.Tensor | None = None, bias: torch.Tensor | None = None,
 ) -> Routes:
-    """Returns the routes of x [T, H] for router [E, H] and its `bias` [E], in tiles of at most `rows` pairs.
-
-    Adds the number of tokens of each expert to `load` int64 [E]. Only the first `live` (int32 [1]) tokens are routed;
-    the others are padding. None: all tokens are routed.
-    """
+    """Returns the routes of x [T, H] for router [E, H] and its `bias` [E], in tiles of at most `rows` pairs. Adds the
+    number of tokens of each expert to `load` int64 [E]. Only the first `live` (int32 [1]) tokens are routed; the others
+    are padding. None: all tokens are routed."""
     (tokens, hidden), experts = x.shape, len(router)
     pairs, device = tokens * per_token, x.device
     form, block_e = form_for(tokens, hidden, experts, per_token, rows), _block_e(experts)
@@ -245,8 +241,7 @@ def route(
     tiles = most_tiles(pairs, experts, rows)
     routes = Routes(
         torch.empty(tokens, per_token, dtype=x.dtype, device=device),
-        torch.empty(pairs, dtype=torch.int32, device=device),
-        torch.empty(tiles, 4, dtype=torch.int32, device=device),
+        torch.empty(pairs, dtype=torch.int32, device=device), torch.empty(tiles, 4, dtype=torch.int32, device=device),
     )
     chosen, places = torch.empty(2, pairs, dtype=torch.int32, device=device)
     block_top = triton.next_power_of_2(per_token)

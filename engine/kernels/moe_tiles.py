@@ -9,10 +9,8 @@ from engine.kernels.moe_route import Form, form_for
 
 
 class Tile(NamedTuple):
-    """The tile of weights of a program: `n` rows (gate_up: n gate rows and n up rows), `k` columns at a time.
-
-    `stages`: the number of tiles that are loaded ahead.
-    """
+    """The tile of weights of a program: `n` rows (gate_up: n gate rows and n up rows), `k` columns at a time. `stages`:
+    the number of tiles that are loaded ahead."""
 
     n: int
     k: int
@@ -32,8 +30,7 @@ class Tiles(NamedTuple):
 FEW_PAIRS = Tiles(32, True, Tile(64, 128, 4, 4), Tile(128, 64, 4, 4))
 # (the largest number of pairs of an expert, if all experts get equally many; the tiles)
 SIXTEEN_BITS = (
-    (10, Tiles(16, True, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3))),
-    (20, FEW_PAIRS),
+    (10, Tiles(16, True, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3))), (20, FEW_PAIRS),
     (48, Tiles(64, False, Tile(128, 64, 4, 3), Tile(128, 64, 4, 4))),
     (math.inf, Tiles(128, False, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))),
 )

@@ -40,10 +40,8 @@ def signed(word: int) -> int:
 
 
 def mix(x: torch.Tensor) -> torch.Tensor:
-    """Scrambles an int32 tensor in place, as `mix_int` does; returns it.
-
-    A right shift in torch repeats the sign bit; the masks clear these copies.
-    """
+    """Scrambles an int32 tensor in place, as `mix_int` does; returns it. A right shift in torch repeats the sign bit;
+    the masks clear these copies."""
     x ^= (x >> 16) & 0xFFFF
     x *= signed(MIX_1)
     x ^= (x >> 15) & 0x1FFFF
@@ -61,19 +59,15 @@ def hashes(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torc
 
 
 def gumbel(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Returns standard Gumbel noise, fp32 [s, vocab_size], all finite: −log(E), with E = −log(1 − u) exponential.
-
-    u has 31 bits. Large noise decides which token is drawn. Large noise comes from u near 0, and fp32 distinguishes all
-    values of u near 0.
-    """
+    """Returns standard Gumbel noise, fp32 [s, vocab_size], all finite: −log(E), with E = −log(1 − u) exponential. u has
+    31 bits. Large noise decides which token is drawn. Large noise comes from u near 0, and fp32 distinguishes all
+    values of u near 0."""
     return _gumbel((hashes(keys, positions, vocab_size) & 0x7FFFFFFF).to(torch.float32))
 
 
 def host_gumbel(keys: np.ndarray, positions: np.ndarray, vocab_size: int) -> torch.Tensor:
-    """Returns the noise of `gumbel` on a CPU, from arrays.
-
-    numpy takes a third of torch's time, because it has unsigned words and cheaper calls.
-    """
+    """Returns the noise of `gumbel` on a CPU, from arrays. numpy takes a third of torch's time, because it has unsigned
+    words and cheaper calls."""
     start = _host_mix(keys[:, 0].view(np.uint32) + positions.astype(np.uint32) * np.uint32(GOLDEN))
     step = ((start * np.uint32(MURMUR)) ^ keys[:, 1].view(np.uint32)) | np.uint32(1)
     words = _host_mix(np.arange(vocab_size, dtype=np.uint32) * step[:, None] + start[:, None])

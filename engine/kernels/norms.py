@@ -47,11 +47,9 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns rms_norm(x) * weight for x [..., H].
-
-    With `residual` [T, H], adds x to the residual in place and returns the norm of the residual instead.
-    x may be fp32 [parts, T, H], as engine.kernels.split_linear returns it; its parts are summed first.
-    """
+    """Returns rms_norm(x) * weight for x [..., H]. With `residual` [T, H], adds x to the residual in place and returns
+    the norm of the residual instead. x may be fp32 [parts, T, H], as engine.kernels.split_linear returns it; its parts
+    are summed first."""
     hidden = x.shape[-1]
     parts = x.shape[0] if x.dtype == torch.float32 and x.dim() == 3 else 1
     flat = x if parts > 1 else x.view(-1, hidden)
@@ -113,10 +111,8 @@ def qk_norm_rope_store(
     qkv: torch.Tensor, qk_weight: torch.Tensor | None, eps: float, rope: tuple[torch.Tensor, torch.Tensor],
     k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ops.qk_norm_rope_store in one kernel, in place; returns the queries, a view of `qkv`.
-
-    rope = (table fp32 [max_positions, D], positions int64 [T]).
-    """
+    """Computes ops.qk_norm_rope_store in one kernel, in place; returns the queries, a view of `qkv`. rope = (table fp32
+    [max_positions, D], positions int64 [T])."""
     kv_heads, dim = k_cache.shape[2:]
     tokens = qkv.shape[0]
     heads = qkv.shape[1] // dim - 2 * kv_heads

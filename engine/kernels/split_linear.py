@@ -76,10 +76,8 @@ def parts(n: int, k: int, block_k: int = 128) -> int:
 
 
 def split_linear(x: torch.Tensor, w: torch.Tensor, form: Form, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns partial results [parts, M, N] whose sum is x [M, K] · w [N, K]^T.
-
-    K must be a multiple of block_k times parts, and M at most 256.
-    """
+    """Returns partial results [parts, M, N] whose sum is x [M, K] · w [N, K]^T. K must be a multiple of block_k times
+    parts, and M at most 256."""
     (m, k), n = x.shape, w.shape[0]
     block_m = max(16, triton.next_power_of_2(m))
     split, block_n, block_k, stages, warps = form

@@ -26,10 +26,8 @@ Fold = Callable[[torch.Tensor], torch.Tensor]
 
 
 def checkpoint_slots(slots: Iterable[Slot], config: ModelConfig, dtype: torch.dtype) -> Iterator[Slot]:
-    """Returns the slots with the names and the layout of the family's checkpoint.
-
-    `slots`: of a decoder of this dtype, or of one rank's shard of it. `config`: the configuration of the whole model.
-    """
+    """Returns the slots with the names and the layout of the family's checkpoint. `slots`: of a decoder of this dtype,
+    or of one rank's shard of it. `config`: the configuration of the whole model."""
     arch = ARCHITECTURES[config.architecture]
     dim, inner = config.head_dim, config.intermediate_size
     kv_width = config.num_kv_heads * dim

@@ -113,11 +113,9 @@ class Packing:
 
 
 def first_match(targets: Iterable[tuple[str, T]], name: str) -> T | None:
-    """Returns the value of the first target of compressed-tensors that matches the matrix `name`; None: none does.
-
-    A target is a name, a regular expression after "re:", or the class of all matrices. Models with images have other
-    names in transformers than in this engine.
-    """
+    """Returns the value of the first target of compressed-tensors that matches the matrix `name`; None: none does. A
+    target is a name, a regular expression after "re:", or the class of all matrices. Models with images have other
+    names in transformers than in this engine."""
     module = name.removesuffix(".weight")
     names = (module, f"language_model.{module}", f"model.language_model.{module.removeprefix('model.')}")
 
@@ -192,10 +190,8 @@ class ModelConfig:
 
     @property
     def default_context(self) -> int:
-        """The largest number of positions without a choice of the user.
-
-        It is smaller than max_context for longrope: a longer context takes other frequencies for all positions.
-        """
+        """The largest number of positions without a choice of the user. It is smaller than max_context for longrope: a
+        longer context takes other frequencies for all positions."""
         original = self.rope.original_max_position if self.rope.kind == LONGROPE else 0
         return min(self.max_context, original or self.max_context)
 
@@ -259,10 +255,8 @@ class ModelConfig:
 
     @property
     def active_parameters(self) -> int:
-        """The number of parameters that one token uses.
-
-        Only the experts that the router selects for it are counted, and no embeddings of layers (per_layer_size).
-        """
+        """The number of parameters that one token uses. Only the experts that the router selects for it are counted,
+        and no embeddings of layers (per_layer_size)."""
         return self._parameters(self.experts.per_token if self.experts else 0)
 
     def _parameters(self, experts: int) -> int:

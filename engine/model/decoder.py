@@ -35,9 +35,7 @@ from engine.model.slots import Slot
 class Layer:
     """The weights of one layer, with q/k/v in one matrix and gate/up in another. None: the model does not have it."""
 
-    def __init__(
-        self, config: ModelConfig, index: int, matrices: Matrices, ops: Ops, root: str = "model."
-    ) -> None:
+    def __init__(self, config: ModelConfig, index: int, matrices: Matrices, ops: Ops, root: str = "model.") -> None:
         hidden, prefix = config.hidden_size, f"{root}layers.{index}."
 
         def norm(has_it: bool) -> torch.Tensor | None:
@@ -113,10 +111,8 @@ class Layer:
         return ("q_proj", "k_proj", "v_proj" if self._projects_values else "k_proj")
 
     def normalise_qkv(self, qkv: torch.Tensor, eps: float) -> torch.Tensor:
-        """Returns qkv [T, (Hq + 2·Hkv)·D] with the norms of all queries, of all keys, or of the values.
-
-        It may overwrite qkv. Norms of single heads of queries and keys follow in ops.qk_norm_rope_store.
-        """
+        """Returns qkv [T, (Hq + 2·Hkv)·D] with the norms of all queries, of all keys, or of the values. It may
+        overwrite qkv. Norms of single heads of queries and keys follow in ops.qk_norm_rope_store."""
         sizes = [heads * self._dim for heads in self._heads]
         if self.value_norm:
             values = qkv.split(sizes, -1)[2].unflatten(-1, (-1, self._dim))
@@ -203,9 +199,7 @@ class Decoder:
         self, token_ids: torch.Tensor, meta: ForwardMeta, attention: AttentionBackend, pool: KVPool
     ) -> torch.Tensor:
         """Returns the final hidden states [s, H] of the tokens in meta.logit_rows (None: all T). token_ids: int64 [T].
-
-        Writes the keys and values of all T tokens to the pool. Call `attention.plan(meta)` first.
-        """
+        Writes the keys and values of all T tokens to the pool. Call `attention.plan(meta)` first."""
         residual = self._group.embed(token_ids, self.embedding)
         added = None if self.per_layer is None else self.per_layer(token_ids, residual, self.config.rms_norm_eps)
         return self._run(residual, added, meta, attention, pool)
@@ -298,11 +292,9 @@ class Decoder:
         return found or None
 
     def take_expert_load(self) -> tuple[list[int], torch.Tensor]:
-        """Returns the indices of the layers with experts, and the token counts of each expert since the last call.
-
-        The counts are int64 [layers, E]. At least one layer must have experts. The last layer counts only tokens whose
-        logits were needed.
-        """
+        """Returns the indices of the layers with experts, and the token counts of each expert since the last call. The
+        counts are int64 [layers, E]. At least one layer must have experts. The last layer counts only tokens whose
+        logits were needed."""
         loads = {i: layer.experts.load for i, layer in enumerate(self.layers) if layer.experts is not None}
         taken = torch.stack(list(loads.values()))
         torch._foreach_zero_(list(loads.values()))
@@ -315,10 +307,8 @@ class Decoder:
 
     @property
     def nbytes_per_token(self) -> int:
-        """Bytes of the weights that one token needs: all weights except idle experts and embeddings.
-
-        If the embedding is also the head, the head is not counted either.
-        """
+        """Bytes of the weights that one token needs: all weights except idle experts and embeddings. If the embedding
+        is also the head, the head is not counted either."""
         experts = [layer.experts for layer in self.layers if layer.experts is not None]
         idle = sum(mlp.nbytes * (mlp.config.count - mlp.config.per_token) // mlp.config.count for mlp in experts)
         per_layer = 0 if self.per_layer is None else self.per_layer.embedding.nbytes
@@ -327,11 +317,9 @@ class Decoder:
 
 
 class NextToken(Decoder):
-    """Predicts the token after the next from a token's final hidden state and the next token ("mtp").
-
-    Qwen3-Next and Qwen3.5 have such a head for speculation: a projection of both, then layers of full attention. Their
-    keys and values are layers 0 … of a pool of its own. It has the embedding and the output matrix of its model.
-    """
+    """Predicts the token after the next from a token's final hidden state and the next token ("mtp"). Qwen3-Next and
+    Qwen3.5 have such a head for speculation: a projection of both, then layers of full attention. Their keys and values
+    are layers 0 … of a pool of its own. It has the embedding and the output matrix of its model."""
 
     def __init__(self, model: Decoder, matrices: Matrices) -> None:
         whole, hidden, n = model.config, model.config.hidden_size, model.config.next_layers
@@ -350,9 +338,7 @@ class NextToken(Decoder):
         pool: KVPool,
     ) -> torch.Tensor:
         """Returns the hidden states of `hidden` [T, H], what Decoder.forward returned for the tokens of `meta`.
-
-        token_ids int64 [T]: the token after each of them. `logits` of the result predict the token after that.
-        """
+        token_ids int64 [T]: the token after each of them. `logits` of the result predict the token after that."""
         eps, embedded = self.config.rms_norm_eps, self._group.embed(token_ids, self.embedding)
         both = zip((embedded, hidden), self._norms, strict=False)
         x = torch.cat([self._ops.norm(part, weight, eps) for part, weight in both], -1)

@@ -22,11 +22,9 @@ EPS = 1e-6  # of the norms of queries and keys
 
 
 def causal_conv(x: torch.Tensor, weight: torch.Tensor, conv: torch.Tensor, states: StateMeta) -> torch.Tensor:
-    """Returns silu of each channel's causal convolution: x [T, C] with weight [C, K] -> [T, C].
-
-    conv [slots, C, K - 1]: the last inputs of a sequence, read from the source of each segment and written to its
-    target. The sum is computed in fp32 (float64 for float64) and rounded before silu.
-    """
+    """Returns silu of each channel's causal convolution: x [T, C] with weight [C, K] -> [T, C]. conv [slots, C, K - 1]:
+    the last inputs of a sequence, read from the source of each segment and written to its target. The sum is computed
+    in fp32 (float64 for float64) and rounded before silu."""
     taps = weight.shape[1]
     weights = _wide(weight).unbind(1)
 

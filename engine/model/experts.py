@@ -116,11 +116,9 @@ class Experts:
         return gate * torch.sigmoid(gate * self.config.alpha) * (up + 1)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the weights [T, K] and the indices int64 [T, K] of the experts chosen for each token of x [T, H].
-
-        The weights are probabilities over all experts, computed in fp32 (float64 in a float64 model). With
-        config.normalised, the weights of the chosen experts are scaled to sum to 1.
-        """
+        """Returns the weights [T, K] and the indices int64 [T, K] of the experts chosen for each token of x [T, H]. The
+        weights are probabilities over all experts, computed in fp32 (float64 in a float64 model). With
+        config.normalised, the weights of the chosen experts are scaled to sum to 1."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         probabilities = F.linear(x, self.router, self.router_bias).softmax(-1, dtype=wide)
         weights, chosen = probabilities.topk(self.config.per_token)

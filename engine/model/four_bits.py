@@ -32,10 +32,8 @@ AT_ONCE, AT_ONCE_ON_GPU = 1 << 20, 1 << 25  # numbers that are rounded at a time
 
 
 class Int4Weight(ByteWeight):
-    """A matrix [N, K], with N a multiple of 16 and K a multiple of the group size.
-
-    values: bytes [N / 16, K / 8, 64]; scale [N]; groups and offsets: float16 [N / 16, K / group, 16].
-    """
+    """A matrix [N, K], with N a multiple of 16 and K a multiple of the group size. values: bytes [N / 16, K / 8, 64];
+    scale [N]; groups and offsets: float16 [N / 16, K / group, 16]."""
 
     __slots__ = ("groups", "offsets")
     dtype = torch.uint8
@@ -186,11 +184,9 @@ class Int4Weight(ByteWeight):
 
 
 class Int4Tiles(Int4Weight, GpuWeight):
-    """A matrix [N, K] for bfloat16 activations on a GPU; N and K are multiples of 128.
-
-    values: int16 [N / 128, K / 4 P, 128, P], with P = 32 or 64; groups and offsets: float16 [N / 128, K / group, 128].
-    engine/kernels/four_bits.py explains the order of the numbers.
-    """
+    """A matrix [N, K] for bfloat16 activations on a GPU; N and K are multiples of 128. values: int16 [N / 128, K / 4 P,
+    128, P], with P = 32 or 64; groups and offsets: float16 [N / 128, K / group, 128]. engine/kernels/four_bits.py
+    explains the order of the numbers."""
 
     __slots__ = ()
     dtype = torch.int16

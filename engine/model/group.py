@@ -31,10 +31,8 @@ class Group:
         return config
 
     def shard_slots(self, slots: Iterable[Slot], config: ModelConfig) -> Iterable[Slot]:
-        """Returns the slots of this rank, each with this rank's slice of the checkpoint's tensor.
-
-        `slots`: the slots of a decoder with the configuration shard(config).
-        """
+        """Returns the slots of this rank, each with this rank's slice of the checkpoint's tensor. `slots`: the slots of
+        a decoder with the configuration shard(config)."""
         return slots
 
     def join(self, hidden: int, dtype: torch.dtype) -> str:
@@ -100,10 +98,8 @@ ALONE = Group()
 
 
 class CollectiveTime:
-    """The time that a step spends in collectives, measured with the host's clock or between GPU events.
-
-    For a collective in a graph, the time measured at the start without other work is added (engine/parallel/group.py).
-    """
+    """The time that a step spends in collectives, measured with the host's clock or between GPU events. For a
+    collective in a graph, the time measured at the start without other work is added (engine/parallel/group.py)."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks

@@ -23,9 +23,7 @@ INT8_MAX = 127  # the range is symmetric: −128 is not used
 
 class ByteWeight:
     """A matrix [N, K]: 8-bit numbers [N, K] and a float32 scale per row [N]. Subclasses have other numbers and scales.
-
-    It has the tensor methods that are used when weights are loaded.
-    """
+    It has the tensor methods that are used when weights are loaded."""
 
     __slots__ = ("scale", "values")
 
@@ -210,10 +208,8 @@ class Fp8Weight(GpuWeight):
 
 
 class Fp8Blocks(GpuWeight):
-    """e4m3 numbers [N, K] with a float32 scale per 128 rows and 128 columns [N / 128, K / 128], as in DeepSeek-V3.
-
-    N and K are multiples of 128.
-    """
+    """e4m3 numbers [N, K] with a float32 scale per 128 rows and 128 columns [N / 128, K / 128], as in DeepSeek-V3. N
+    and K are multiples of 128."""
 
     __slots__ = ()
     dtype = Fp8Weight.dtype
@@ -254,10 +250,8 @@ def widened_product(x: torch.Tensor, values: torch.Tensor, out: torch.Tensor | N
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns values int8 [n, K] and scale float32 [n] for x [n, K], any float type; values · scale approximates x.
-
-    If a row contains NaN or infinity, its scale and its products are not finite.
-    """
+    """Returns values int8 [n, K] and scale float32 [n] for x [n, K], any float type; values · scale approximates x. If
+    a row contains NaN or infinity, its scale and its products are not finite."""
     scale = x.abs().amax(1).float() / INT8_MAX
     inverse = 1 / scale.clamp_min(torch.finfo(torch.float32).tiny)
     return (x * inverse[:, None]).round_().to(torch.int8), scale

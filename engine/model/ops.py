@@ -21,11 +21,9 @@ from engine.model.experts import Experts
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Returns the RMSNorm of x [..., H] with weight [H], or the LayerNorm with weight and bias [2, H].
-
-    For RMSNorm, x is normalised in fp32, cast back to x.dtype, then multiplied by the weight. This order is the same as
-    in transformers; in bfloat16 another order would change the result. A weight in fp32 is multiplied before the cast.
-    """
+    """Returns the RMSNorm of x [..., H] with weight [H], or the LayerNorm with weight and bias [2, H]. For RMSNorm, x
+    is normalised in fp32, cast back to x.dtype, then multiplied by the weight. This order is the same as in
+    transformers; in bfloat16 another order would change the result. A weight in fp32 is multiplied before the cast."""
     if weight.dim() == 2:
         return F.layer_norm(x, x.shape[-1:], weight[0], weight[1], eps)
     if x.dtype in (torch.float32, torch.float64):  # no cast is needed, so one call is enough
@@ -46,12 +44,9 @@ def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps:
 
 
 def rope_rows(table: torch.Tensor, positions: torch.Tensor) -> Any:
-    """Returns the argument `rope` of `qk_norm_rope_store`, made once per step for all layers.
-
-    table [max_positions, D] fp32: row p is cos(p·f_0 … p·f_(D/2−1)) followed by the sines; positions int64 [T].
-    This function returns (cos, sin), each [T, 1, 2, D/2]. The sine of the first half is negated, so the rotation is
-    x·cos + swapped(x)·sin.
-    """
+    """Returns the argument `rope` of `qk_norm_rope_store`, made once per step for all layers. table [max_positions, D]
+    fp32: row p is cos(p·f_0 … p·f_(D/2−1)) followed by the sines; positions int64 [T]. This function returns (cos,
+    sin), each [T, 1, 2, D/2]. The sine of the first half is negated, so the rotation is x·cos + swapped(x)·sin."""
     cos, sin = table[positions].view(len(positions), 1, 2, -1).unbind(2)
     return torch.stack((cos, cos), 2), torch.stack((-sin, sin), 2)
 
@@ -94,10 +89,8 @@ def qk_norm_rope_store(
 
 
 def delta_gates(rates: torch.Tensor, decay: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the log decays decay · softplus(a + bias), at most 0, and the rates sigmoid(b) of a delta rule.
-
-    rates [T, 2·Hv]: b, then a, of each head; decay and bias [Hv], like the results [T, Hv], fp32.
-    """
+    """Returns the log decays decay · softplus(a + bias), at most 0, and the rates sigmoid(b) of a delta rule. rates [T,
+    2·Hv]: b, then a, of each head; decay and bias [Hv], like the results [T, Hv], fp32."""
     b, a = rates.to(decay.dtype).chunk(2, -1)
     return decay * F.softplus(a + bias), b.sigmoid()
 

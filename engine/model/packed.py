@@ -116,10 +116,8 @@ def fault(tensors: Tensors) -> tuple[str, str] | None:
 
 
 def packed(packing: Packing, name: str, shape: list[int], held: Container[str]) -> Packed | None:
-    """Returns how the matrix `name` of this shape is stored; None if the checkpoint has it as a plain tensor.
-
-    `held`: the names of all tensors in the checkpoint.
-    """
+    """Returns how the matrix `name` of this shape is stored; None if the checkpoint has it as a plain tensor. `held`:
+    the names of all tensors in the checkpoint."""
     own = packing.of(name)
     if own is None:
         return None

@@ -10,11 +10,9 @@ from engine.model.config import LONGROPE, NO_ROPE, PROPORTIONAL, RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int, length: int = 0) -> torch.Tensor:
-    """Returns the dim/2 angles per position, fp32: θ^(-2i/dim), reduced if `rope` stretches positions.
-
-    All arithmetic is in float32, so each angle is bitwise equal to the angle in transformers. `length`: the largest
-    number of positions, which decides between the short and the long factors of longrope.
-    """
+    """Returns the dim/2 angles per position, fp32: θ^(-2i/dim), reduced if `rope` stretches positions. All arithmetic
+    is in float32, so each angle is bitwise equal to the angle in transformers. `length`: the largest number of
+    positions, which decides between the short and the long factors of longrope."""
     if rope.kind == LONGROPE:
         factors = rope.long_factors if length > rope.original_max_position else rope.short_factors
         exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
@@ -53,12 +51,9 @@ def attention_factor(rope: RopeConfig) -> float:
 
 
 def rope_table(rope: RopeConfig, dim: int, length: int, max_position: int) -> torch.Tensor:
-    """Returns the table [length, dim] fp32 of cos and sin.
-
-    Row p is cos(p·f_i) for i < dim/2, then sin(p·f_i), all times the attention factor. Numbers of a head that are not
-    rotated have the angle 0. `max_position`: the config's max_position_embeddings; rope kind "dynamic" stretches longer
-    sequences.
-    """
+    """Returns the table [length, dim] fp32 of cos and sin. Row p is cos(p·f_i) for i < dim/2, then sin(p·f_i), all
+    times the attention factor. Numbers of a head that are not rotated have the angle 0. `max_position`: the config's
+    max_position_embeddings; rope kind "dynamic" stretches longer sequences."""
     rotated = 0 if rope.kind == NO_ROPE else rope.rotary_dim or dim
     cos, sin = torch.ones(length, dim // 2), torch.zeros(length, dim // 2)
     if rotated:
@@ -72,11 +67,9 @@ def rope_table(rope: RopeConfig, dim: int, length: int, max_position: int) -> to
 
 
 def row_order(rope: RopeConfig, dim: int) -> torch.Tensor | None:
-    """Returns the numbers of a head [dim] in the order in which the decoder has them; None: as in the checkpoint.
-
-    The decoder rotates number i with number i + dim/2. Some checkpoints rotate other pairs, or only a part of the head.
-    Attention does not depend on the order, if queries and keys have the same.
-    """
+    """Returns the numbers of a head [dim] in the order in which the decoder has them; None: as in the checkpoint. The
+    decoder rotates number i with number i + dim/2. Some checkpoints rotate other pairs, or only a part of the head.
+    Attention does not depend on the order, if queries and keys have the same."""
     rotated = rope.rotary_dim or dim
     if rotated == dim and not rope.interleaved:
         return None
@@ -116,11 +109,9 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, dim: int) -> torch.Tensor:
-    """Returns the frequencies of YaRN (Peng et al. 2023).
-
-    Dimensions that turn often in the original context keep their frequencies; the frequencies of slow dimensions are
-    divided by the factor. For dimensions between these two groups, a ramp mixes the two frequencies.
-    """
+    """Returns the frequencies of YaRN (Peng et al. 2023). Dimensions that turn often in the original context keep their
+    frequencies; the frequencies of slow dimensions are divided by the factor. For dimensions between these two groups,
+    a ramp mixes the two frequencies."""
 
     def dimension_that_turns(times: float) -> float:
         return dim * math.log(rope.original_max_position / (times * 2 * math.pi)) / (2 * math.log(rope.theta))

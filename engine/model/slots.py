@@ -17,10 +17,8 @@ Shapes = Mapping[str, list[int]]  # of all tensors in a checkpoint, by name
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A part of a tensor: pieces of equal size along `dim`, which begin at `starts`.
-
-    `whole`: the size of the whole tensor along `dim`.
-    """
+    """A part of a tensor: pieces of equal size along `dim`, which begin at `starts`. `whole`: the size of the whole
+    tensor along `dim`."""
 
     dim: int
     starts: tuple[int, ...]
@@ -54,9 +52,8 @@ class Slot:
 
     def take(self, tensor: Any, block: tuple[int, ...] = ()) -> torch.Tensor:
         """Returns the part of the tensor that fills the view. From a safetensors slice, only this part is read.
-
-        `block`: in each dimension, how many numbers of the matrix have one number in the tensor; (): each has its own.
-        """
+        `block`: in each dimension, how many numbers of the matrix have one number in the tensor; (): each has its
+        own."""
         if self.cut is None:
             return tensor[:]
         dim = self.cut.dim
@@ -111,10 +108,8 @@ class Slot:
 
 
 def in_checkpoint(slot: Slot, shapes: Shapes) -> tuple[Slot, ...]:
-    """Returns the slots of the tensors that the checkpoint has for `slot`: itself, transposed, or its parts.
-
-    Experts that are one tensor are published as [E, in, out] (Qwen3-VL-MoE); transformers 5 writes [E, out, in].
-    """
+    """Returns the slots of the tensors that the checkpoint has for `slot`: itself, transposed, or its parts. Experts
+    that are one tensor are published as [E, in, out] (Qwen3-VL-MoE); transformers 5 writes [E, out, in]."""
     if not slot.parts:
         return (slot,)
     if slot.name not in shapes:
@@ -125,10 +120,8 @@ def in_checkpoint(slot: Slot, shapes: Shapes) -> tuple[Slot, ...]:
 
 def kept(pairs: Iterable[tuple[Slot, Slot]], packing: Packing, shapes: Shapes) -> dict[str, type[ByteWeight] | None]:
     """Returns, for each quantised matrix, the class that holds its 8-bit numbers unchanged; None: it is expanded.
-
     `pairs`: each slot of the decoder, and the slot with the names of the checkpoint. `shapes`: of all tensors in the
-    checkpoint. The result has the names in the decoder; experts that are one tensor have the names of the parts.
-    """
+    checkpoint. The result has the names in the decoder; experts that are one tensor have the names of the parts."""
     found: dict[str, type[ByteWeight] | None] = {}
     for ours, slot in pairs:
         tensors = {each.name: each for each in in_checkpoint(slot, shapes)}

@@ -53,11 +53,9 @@ SUPPORTED: dict[str, frozenset[str]] = {
 
 
 def traits(config: ModelConfig) -> frozenset[str]:
-    """Returns the traits by which a model differs from Llama in a way that a fast path may lack.
-
-    The traits that weights absorb (multipliers, the offset of norms, other pairs of rotary positions) are not among
-    them, and neither are those that every path has (biases, norms of heads).
-    """
+    """Returns the traits by which a model differs from Llama in a way that a fast path may lack. The traits that
+    weights absorb (multipliers, the offset of norms, other pairs of rotary positions) are not among them, and neither
+    are those that every path has (biases, norms of heads)."""
     return frozenset(name for name, (_, has_it) in TRAITS.items() if has_it(config))
 
 

@@ -39,11 +39,9 @@ def load_weights(
     slots: Iterable[Slot], directory: Path, tied: bool, on_progress: Progress | None = None,
     packing: Packing | None = None,
 ) -> None:
-    """Fill the slots from the safetensors files in `directory`. Raises CheckpointError if the files do not fit.
-
-    `tied`: the embedding is also the output matrix. If the checkpoint has an output matrix too, both must be equal.
-    `packing`: how a quantised checkpoint stores its matrices.
-    """
+    """Fill the slots from the safetensors files in `directory`. Raises CheckpointError if the files do not fit. `tied`:
+    the embedding is also the output matrix. If the checkpoint has an output matrix too, both must be equal. `packing`:
+    how a quantised checkpoint stores its matrices."""
     files = checkpoint_files(directory)
     where, shapes = _where(files)
     wanted = _wanted(slots, shapes, packing)
@@ -94,10 +92,8 @@ def expanded_tensors(slots: Iterable[Slot], directory: Path, packing: Packing) -
 
 
 def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
-    """Fill the slots for measurements: norms with 1, all others with normal numbers of standard deviation 0.02.
-
-    With zeros a GPU would need less power and run faster than with a real model.
-    """
+    """Fill the slots for measurements: norms with 1, all others with normal numbers of standard deviation 0.02. With
+    zeros a GPU would need less power and run faster than with a real model."""
     generator: torch.Generator | None = None
     for slot in slots:
         if generator is None:
@@ -295,11 +291,9 @@ def plain_name(name: str) -> str:
 
 
 def is_unused(name: str) -> bool:
-    """Returns True for tensors without an effect: rotary frequencies, and the parts of a model that read images.
-
-    Older Llama checkpoints have rotary frequencies, but the configuration determines them. `mtp`: the layers of
-    decoder.NextToken, which several ranks do not load.
-    """
+    """Returns True for tensors without an effect: rotary frequencies, and the parts of a model that read images. Older
+    Llama checkpoints have rotary frequencies, but the configuration determines them. `mtp`: the layers of
+    decoder.NextToken, which several ranks do not load."""
     parts = (
         "vision_tower.", "multi_modal_projector.", "visual.", "mtp.", "embed_vision.", "embed_audio.", "audio_tower.",
         "vision_embedder.",

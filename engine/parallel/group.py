@@ -164,12 +164,9 @@ def own_rows(token_ids: torch.Tensor, table: torch.Tensor, rank: int) -> torch.T
 
 
 class Ranks(Group):
-    """A group of `size` processes; this process is number `rank`.
-
-    Call `join` before the first collective, and `close` last. Every rank must call the same collectives with the same
-    shapes in the same order. After a rank has ended, collectives of the other ranks raise (gloo) or time out (NCCL),
-    and the group can no longer be used.
-    """
+    """A group of `size` processes; this process is number `rank`. Call `join` before the first collective, and `close`
+    last. Every rank must call the same collectives with the same shapes in the same order. After a rank has ended,
+    collectives of the other ranks raise (gloo) or time out (NCCL), and the group can no longer be used."""
 
     def __init__(self, rank: int, size: int, vocab_size: int, device: torch.device, meet: Callable[[], Any]) -> None:
         """`meet`: called after this rank has loaded its weights; returns the ranks' torch.distributed store."""
@@ -225,9 +222,7 @@ class Ranks(Group):
 
     def open_mailbox(self, hidden: int, dtype: torch.dtype) -> str:
         """On GPUs: connect the mailbox, and measure whether the mailbox or NCCL sums [T, hidden] faster for each T.
-
-        Returns the result as a sentence; "" on a CPU.
-        """
+        Returns the result as a sentence; "" on a CPU."""
         if self.device.type != "cuda":
             return ""
         why_not = f"mailboxes need half precision, and the dtype is {str(dtype).removeprefix('torch.')}"

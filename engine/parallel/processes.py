@@ -127,10 +127,8 @@ class Workers:
         return self.failure
 
     def close(self) -> None:
-        """End all processes; kill a process that does not end within CLOSE_S.
-
-        After a failure, all processes are killed at once, because they may be waiting for the failed rank.
-        """
+        """End all processes; kill a process that does not end within CLOSE_S. After a failure, all processes are killed
+        at once, because they may be waiting for the failed rank."""
         self._closing = True
         for connection in self._connections:
             with contextlib.suppress(OSError):

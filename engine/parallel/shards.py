@@ -58,11 +58,8 @@ def shard_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
 
 
 def shard_slots(slots: Iterable[Slot], config: ModelConfig, rank: int, size: int) -> Iterator[Slot]:
-    """Returns the slots of one rank, each with its slice of the tensor in the checkpoint.
-
-    `slots`: the slots of a decoder with the configuration that `shard_config` returns. `config`: the configuration of
-    the whole model.
-    """
+    """Returns the slots of one rank, each with its slice of the tensor in the checkpoint. `slots`: the slots of a
+    decoder with the configuration that `shard_config` returns. `config`: the configuration of the whole model."""
     kv_rank = rank * config.num_kv_heads // size if size > config.num_kv_heads else rank
     dim, pieces = config.head_dim, min(size, config.num_kv_heads)
     q_width, kv_width = config.num_heads * dim, config.num_kv_heads * dim

@@ -107,10 +107,8 @@ class EngineClient:
         self._on_death.append(callback)
 
     async def launch(self) -> None:
-        """Kill the running process, if any, then start a new one and wait until its model is loaded.
-
-        Raises EngineError if the new process cannot start.
-        """
+        """Kill the running process, if any, then start a new one and wait until its model is loaded. Raises EngineError
+        if the new process cannot start."""
         self.kill()
         self._disconnect()
         self._waiting.fail(EngineDead("the engine was started again"))
@@ -233,9 +231,7 @@ class EngineClient:
         cache_salt: str = "",
     ) -> Stream:
         """Queue a prompt without waiting. If the engine refuses it, iterating over the stream raises InvalidRequest.
-
-        The arguments are those of `Engine.add_request`.
-        """
+        The arguments are those of `Engine.add_request`."""
         self._tag += 1
         stream = EngineStream(self, self._tag)
         self._send("submit", self._tag, list(ids), params, group, sample_index, priority, cache_salt)
@@ -243,21 +239,16 @@ class EngineClient:
         return stream
 
     async def control(self, action: str, **arguments: Any) -> Any:
-        """Let the engine perform `action` between two steps; return its answer.
-
-        The actions: pause, resume, step n=, run_until predicate={"event", "ms"}, pace factor=, clear_cache preempt=,
-        snapshot, check, and records enabled=. While records are disabled, the sequence numbers still increase. Take a
-        snapshot after this gap.
-        """
+        """Let the engine perform `action` between two steps; return its answer. The actions: pause, resume, step n=,
+        run_until predicate={"event", "ms"}, pace factor=, clear_cache preempt=, snapshot, check, and records enabled=.
+        While records are disabled, the sequence numbers still increase. Take a snapshot after this gap."""
         self._tag += 1
         self._send("call", self._tag, action, arguments)
         return await self._waiting.for_answer(self._tag)
 
     async def snapshot(self) -> dict[str, Any]:
-        """Returns the engine's state; `seq`: the number of its last record.
-
-        The next drain may still return records up to `seq`.
-        """
+        """Returns the engine's state; `seq`: the number of its last record. The next drain may still return records up
+        to `seq`."""
         return await self.control("snapshot")
 
     def drain_records(self) -> list[Record]:
@@ -274,11 +265,9 @@ class EngineClient:
         await self.launch()
 
     async def reconfigure(self, config: EngineConfig) -> None:
-        """Replace the engine with an engine of another configuration, in the same process.
-
-        This is seconds faster than a new process, because torch is imported already. Open streams end with an error.
-        Raises EngineError if the new engine cannot start.
-        """
+        """Replace the engine with an engine of another configuration, in the same process. This is seconds faster than
+        a new process, because torch is imported already. Open streams end with an error. Raises EngineError if the new
+        engine cannot start."""
         self._send("start", 0, config)
         self._waiting.end_streams(InvalidRequest("another engine replaced this one"))
         self.config = config

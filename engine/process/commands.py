@@ -47,10 +47,8 @@ class Outbox:
         threading.Thread(target=self._run, name="engine outbox", daemon=True).start()
 
     def put(self, message: bytes) -> bool:
-        """Queue a message without waiting.
-
-        Returns False and does not queue the message if others are queued and all together exceed MAX_UNSENT bytes.
-        """
+        """Queue a message without waiting. Returns False and does not queue the message if others are queued and all
+        together exceed MAX_UNSENT bytes."""
         with self._lock:
             if self._unsent and self._unsent + len(message) > MAX_UNSENT:
                 return False

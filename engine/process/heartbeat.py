@@ -71,9 +71,8 @@ class Condition:
 
 class Watch:
     """In the client: watches one process by its messages. While no messages arrive, it reads the processor time.
-
-    Silence is counted in ticks of the client, so a client that was suspended does not report a hang when it continues.
-    """
+    Silence is counted in ticks of the client, so a client that was suspended does not report a hang when it
+    continues."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

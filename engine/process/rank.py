@@ -24,10 +24,8 @@ logger = logging.getLogger("engine")
 
 
 def main(fd: int) -> int:
-    """Serve rank 0 at the other end of socket `fd`; return the exit status.
-
-    The first message contains the model, the configuration and the number of this rank.
-    """
+    """Serve rank 0 at the other end of socket `fd`; return the exit status. The first message contains the model, the
+    configuration and the number of this rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl+C and ends this process
     log_to_stderr()
     connection = Connection(fd)

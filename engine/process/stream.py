@@ -13,11 +13,9 @@ from engine.text.output import Delta
 Item = TypeVar("Item")
 
 class Stream:
-    """One request's deltas, as an async iterator.
-
-    `text`, `ids`, `finish_reason` and `metrics` collect the contents of the deltas that were read. The writer calls
-    `accept` once and `put` for every delta. If the writer puts an error, the iteration raises it and ends.
-    """
+    """One request's deltas, as an async iterator. `text`, `ids`, `finish_reason` and `metrics` collect the contents of
+    the deltas that were read. The writer calls `accept` once and `put` for every delta. If the writer puts an error,
+    the iteration raises it and ends."""
 
     def __init__(self) -> None:
         self.request_id: int | None = None
@@ -93,10 +91,8 @@ class Stream:
 
 
 class Merged(Generic[Item]):
-    """Iterates over (index of the source, item) of several sources, as the items arrive. Raises their first error.
-
-    A slow reader slows the sources down: at most one item of each is held. `cancel` must be called in the end.
-    """
+    """Iterates over (index of the source, item) of several sources, as the items arrive. Raises their first error. A
+    slow reader slows the sources down: at most one item of each is held. `cancel` must be called in the end."""
 
     def __init__(self, sources: Sequence[AsyncIterable[Item]]) -> None:
         self._arrived: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(len(sources))

@@ -89,10 +89,8 @@ def _packed(message: Message) -> bytes:
 
 
 def on_the_wire(message: Message) -> bytes:
-    """Returns a message as bytes.
-
-    Many records are sent as packets, which the client keeps packed. For a few records, pickling is faster.
-    """
+    """Returns a message as bytes. Many records are sent as packets, which the client keeps packed. For a few records,
+    pickling is faster."""
     if message[0] == "news" and len(message[2]) > FEW:
         message = ("packed", message[1], packets(message[2]))
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)

@@ -27,10 +27,8 @@ FLAGS = ("special", "normalized", "single_word", "lstrip", "rstrip")
 
 
 def add_tokens(tokenizer: Tokenizer, directory: Path, config: dict[str, Any]) -> None:
-    """Add the tokens to the tokenizer of the checkpoint `directory`. Raises CheckpointError.
-
-    `config`: the contents of tokenizer_config.json. If tokenizer.json has a token under another id, that id is kept.
-    """
+    """Add the tokens to the tokenizer of the checkpoint `directory`. Raises CheckpointError. `config`: the contents of
+    tokenizer_config.json. If tokenizer.json has a token under another id, that id is kept."""
     others = (config[name] for name in OTHER_SPECIAL if isinstance(config.get(name), list))
     special = {text for token in chain(map(config.get, SPECIAL_NAMES), *others) if (text := text_of(token))}
     held = {token.content: _flags(token) for token in tokenizer.get_added_tokens_decoder().values()}

@@ -41,11 +41,8 @@ class ChatTemplate:
         self._process.stop()
 
     def render(self, values: dict[str, Any]) -> str:
-        """Render the template with `values`, which must be JSON values; return the text.
-
-        Raises CheckpointError if the template cannot be compiled, and InvalidRequest if it refuses the values, fails
-        or exceeds a limit.
-        """
+        """Render the template with `values`, which must be JSON values; return the text. Raises CheckpointError if the
+        template cannot be compiled, and InvalidRequest if it refuses the values, fails or exceeds a limit."""
         try:
             kind, contents = self._process.ask(_as_json(values))
         except LimitExceeded as error:

@@ -28,11 +28,9 @@ codecs.register_error(_EACH_BYTE, lambda error: ("\ufffd" * (error.end - error.s
 
 
 class Detokenizer(Protocol):
-    """Turns a reply's ids into text as they arrive. The joined texts of `push` and `flush` equal decode(ids).
-
-    An incomplete character is held back, so a replacement character appears only if the bytes are not UTF-8. The cost
-    of a token does not depend on the number of tokens before it.
-    """
+    """Turns a reply's ids into text as they arrive. The joined texts of `push` and `flush` equal decode(ids). An
+    incomplete character is held back, so a replacement character appears only if the bytes are not UTF-8. The cost of a
+    token does not depend on the number of tokens before it."""
 
     def push(self, ids: list[int]) -> str:
         """Add ids; return the text that they complete, which may be empty."""

@@ -28,11 +28,8 @@ Answer = tuple[bytes, bytes]  # TEXT or FAILURE, and the contents
 
 
 def serve(prepare: Callable[[bytes], Callable[[bytes, int], Answer]]) -> None:
-    """Answer requests until the parent closes the socket.
-
-    `prepare`: takes the setup and returns the function that answers a request; its second argument is the largest
-    number of bytes of an answer.
-    """
+    """Answer requests until the parent closes the socket. `prepare`: takes the setup and returns the function that
+    answers a request; its second argument is the largest number of bytes of an answer."""
     seconds, cpu_seconds, memory, longest, lifeline = sys.argv[1:6]
     _limit(int(memory))
     _end_with_parent(int(lifeline))

@@ -45,11 +45,9 @@ class LimitedProcess:
     """A process that answers requests, one at a time. Its methods may be called from any thread."""
 
     def __init__(self, script: str, task: str, setup: Callable[[], bytes], limits: Limits) -> None:
-        """The process is not started yet.
-
-        `script`: the name of its file in this directory, or a whole path. `task`: what it does, for errors: "renders
-        chat templates". `setup`: returns what the process receives before its first request.
-        """
+        """The process is not started yet. `script`: the name of its file in this directory, or a whole path. `task`:
+        what it does, for errors: "renders chat templates". `setup`: returns what the process receives before its first
+        request."""
         self._script, self._task, self._setup, self._limits = Path(__file__).parent / script, task, setup, limits
         self._turn = threading.Lock()
         self._starting = threading.Lock()
@@ -71,10 +69,8 @@ class LimitedProcess:
             process.end()
 
     def ask(self, request: bytes) -> tuple[bytes, bytes]:
-        """Send a request; return the kind and the contents of the answer.
-
-        Raises LimitExceeded, and EngineError if the process cannot be started.
-        """
+        """Send a request; return the kind and the contents of the answer. Raises LimitExceeded, and EngineError if the
+        process cannot be started."""
         stops = self._stops
         with self._turn:
             if self._stops != stops:

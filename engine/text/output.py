@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Delta:
     """The new output of one request: its new token ids (including an end token) and the new text that clients can show.
-
     The last delta has a `finish_reason` (stop, length, abort or "error: …") and `metrics`; the `metrics` of the first
-    one have only `cached_tokens`.
-    """
+    one have only `cached_tokens`."""
 
     request_id: int
     text: str
@@ -37,10 +35,8 @@ class Delta:
     prompt_logprobs: Sequence[TokenLogprobs] = ()
 
     def packed(self) -> tuple[Any, ...]:
-        """Returns the fields as a tuple to send to another process: `Delta(*delta.packed())` is an equal delta.
-
-        Empty fields at the end are left out. Pickling a thousand tuples takes 0.3 ms, a thousand deltas 2.1 ms.
-        """
+        """Returns the fields as a tuple to send to another process: `Delta(*delta.packed())` is an equal delta. Empty
+        fields at the end are left out. Pickling a thousand tuples takes 0.3 ms, a thousand deltas 2.1 ms."""
         if self.finish_reason or self.metrics or self.logprobs or self.prompt_logprobs:
             return (
                 self.request_id, self.text, self.ids, self.finish_reason, self.metrics, self.logprobs,
@@ -63,9 +59,7 @@ class _Stream:
 
 class OutputProcessor:
     """Keeps a text stream for each request of an engine, and ends the requests whose text contains a stop string.
-
-    Without a tokenizer it returns no text and finds no stop strings.
-    """
+    Without a tokenizer it returns no text and finds no stop strings."""
 
     def __init__(self, tokenizer: Any, engine: Engine) -> None:
         self._tokenizer = tokenizer
@@ -165,10 +159,8 @@ class OutputProcessor:
 
 
 def _find_stop(text: str, stops: tuple[str, ...], protected: int) -> tuple[int, int] | None:
-    """Returns (begin, end) of the earliest stop string that ends after the first `protected` characters, or None.
-
-    If two stop strings begin at the same position, returns the longer one.
-    """
+    """Returns (begin, end) of the earliest stop string that ends after the first `protected` characters, or None. If
+    two stop strings begin at the same position, returns the longer one."""
     found = [(text.find(stop, max(0, protected - len(stop) + 1)), -len(stop)) for stop in stops]
     begin, length = min((hit for hit in found if hit[0] >= 0), default=(-1, 0))
     return (begin, begin - length) if length else None

@@ -49,11 +49,9 @@ class Grammar:
         self._seconds = MASK_SECONDS  # of processor time that are left
 
     def mask(self) -> np.ndarray:
-        """Returns the mask of the tokens allowed next, int32 [ceil(vocab_size / 32)].
-
-        Bit t % 32 of word t // 32 is 1 if token t is allowed. `failed` is set if the mask allows no token, or if
-        llguidance finds the grammar too costly. In the second case the mask allows only the end of the reply.
-        """
+        """Returns the mask of the tokens allowed next, int32 [ceil(vocab_size / 32)]. Bit t % 32 of word t // 32 is 1
+        if token t is allowed. `failed` is set if the mask allows no token, or if llguidance finds the grammar too
+        costly. In the second case the mask allows only the end of the reply."""
         mask = np.zeros_like(self._tokens)
         began = time.thread_time()
         found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
@@ -78,9 +76,7 @@ class Grammar:
 
 class Grammars:
     """Compiles grammars for one tokenizer. The first compilation takes longer, because it reads the tokenizer.
-
-    `compile` may be called from several threads.
-    """
+    `compile` may be called from several threads."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """`vocab_size`: the model's vocabulary size, which may be larger than the tokenizer's."""
@@ -148,11 +144,9 @@ class Grammars:
         return text
 
     def words(self, texts: tuple[str, ...]) -> list[list[int]]:
-        """Returns the token ids of each word, encoded alone and encoded after a space, as in vLLM.
-
-        The second encoding is left out if it only adds the space as a separate token. The result of the last call is
-        kept, because the samples of a request have the same words.
-        """
+        """Returns the token ids of each word, encoded alone and encoded after a space, as in vLLM. The second encoding
+        is left out if it only adds the space as a separate token. The result of the last call is kept, because the
+        samples of a request have the same words."""
         if self._words[0] != texts:
             try:
                 self._words = texts, [ids for text in texts for ids in self._spellings(text.lstrip())]
@@ -173,10 +167,8 @@ class Grammars:
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
     def _vocabulary_for(self, llguidance: Any, field: str) -> tuple[Any, int | None]:
-        """Returns the tokenizer in llguidance's form, and the id of the end token that was added (None: no token).
-
-        The result is cached. Raises InvalidRequest if llguidance cannot read this kind of tokenizer.
-        """
+        """Returns the tokenizer in llguidance's form, and the id of the end token that was added (None: no token). The
+        result is cached. Raises InvalidRequest if llguidance cannot read this kind of tokenizer."""
         with self._reading:
             if self._vocabulary is None:
                 try:

@@ -66,9 +66,7 @@ class Tokenizer:
 
     def encode(self, text: str, allow_special: bool = False, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of a text. Names of control tokens in it are plain text, unless `allow_special`.
-
-        `add_special_tokens`: also add the tokens that the tokenizer puts around a text, such as a BOS.
-        """
+        `add_special_tokens`: also add the tokens that the tokenizer puts around a text, such as a BOS."""
         tokenizer = self._tokenizer if allow_special else self._literal
         return encode(tokenizer, text, add_special_tokens)
 
@@ -141,10 +139,8 @@ class Tokenizer:
         self, messages: list[Message], add_generation_prompt: bool = True, *, chat_template: str | None = None,
         **template: Any,
     ) -> str:
-        """Returns the conversation as text, with the template's control tokens.
-
-        `chat_template`: as in `apply_chat_template`. Such a template is rendered in a process of its own.
-        """
+        """Returns the conversation as text, with the template's control tokens. `chat_template`: as in
+        `apply_chat_template`. Such a template is rendered in a process of its own."""
         values = {"messages": messages, "add_generation_prompt": add_generation_prompt,
                   "tools": None, "documents": None, **self._names, **template}
         if chat_template is not None:
@@ -204,10 +200,8 @@ class Tokenizer:
         return ChatTemplate(self.chat_template, self.directory)
 
     def _check_length(self, text: str) -> None:
-        """Raise PromptTooLong as soon as the first parts of a long text have more tokens than the context.
-
-        The last part is not encoded, so a short text, which has only one part, is never refused here.
-        """
+        """Raise PromptTooLong as soon as the first parts of a long text have more tokens than the context. The last
+        part is not encoded, so a short text, which has only one part, is never refused here."""
         if self.context is None:
             return
         count, length = 0, max(LONG_TEXT, self.context * CHARACTERS_PER_TOKEN)
@@ -218,10 +212,8 @@ class Tokenizer:
 
     def _encode_marked(self, rendered: str, mark: str) -> list[int]:
         """Returns the ids of a rendered chat. The mark is before each character of a control token's name in a message.
-
         These names stay text. The chat is split at all other control tokens, as the tokenizer splits it. Each part
-        between them is encoded alone.
-        """
+        between them is encoded alone."""
         ids: list[int] = []
         at = 0
         for found in self._control_pattern.finditer(rendered):
@@ -257,9 +249,7 @@ class Tokenizer:
 
 def _up_to_last_message(rendered: str, messages: list[Message]) -> str:
     """Returns the rendered chat up to the end of the last message's content. Raises InvalidRequest if it is not there.
-
-    Templates may strip the content, so its spaces at the end are kept only if the chat contains them.
-    """
+    Templates may strip the content, so its spaces at the end are kept only if the chat contains them."""
     content = messages[-1].get("content") if messages else None
     text = content.lstrip() if isinstance(content, str) else ""
     at = rendered.rfind(text.rstrip()) if text else -1
@@ -395,11 +385,9 @@ def load(path: Path) -> tokenizers.Tokenizer:
 
 
 def encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Returns the ids of a text. Raises InvalidRequest if the text cannot be encoded.
-
-    UTF-8 cannot encode lone surrogates, and a tokenizer's expression may be too slow for some texts. Long texts use the
-    batch call, because `encode` blocks all other threads while it runs.
-    """
+    """Returns the ids of a text. Raises InvalidRequest if the text cannot be encoded. UTF-8 cannot encode lone
+    surrogates, and a tokenizer's expression may be too slow for some texts. Long texts use the batch call, because
+    `encode` blocks all other threads while it runs."""
     try:
         if len(text) < LONG_TEXT:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

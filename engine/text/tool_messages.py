@@ -28,10 +28,8 @@ For each function call, return a json object with function name and arguments wi
 def for_template(
     messages: list[Message], tools: list[Message] | None, template: str
 ) -> tuple[list[Message], list[Message] | None]:
-    """Returns (messages, tools) for a chat template. The tools are in the messages if the template has no tools.
-
-    Raises InvalidRequest if the arguments of a tool call are not a JSON object.
-    """
+    """Returns (messages, tools) for a chat template. The tools are in the messages if the template has no tools. Raises
+    InvalidRequest if the arguments of a tool call are not a JSON object."""
     messages = with_parsed_arguments(messages)
     if "length != 9" in template:
         messages = with_short_ids(messages)
@@ -43,10 +41,8 @@ def for_template(
 
 
 def with_parsed_arguments(messages: list[Message]) -> list[Message]:
-    """Returns the messages with the arguments of tool calls parsed: templates need objects, not JSON strings.
-
-    Raises InvalidRequest if the arguments are not a JSON object.
-    """
+    """Returns the messages with the arguments of tool calls parsed: templates need objects, not JSON strings. Raises
+    InvalidRequest if the arguments are not a JSON object."""
     done: list[Message] = []
     for number, message in enumerate(messages):
         calls = message.get("tool_calls")

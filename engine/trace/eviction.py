@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 class EvictionPolicy(NamedTuple):
     """Leaves without users are evicted in the order of `age(node)`, the smallest first; a parent follows its children.
-
-    `age` reads what a Node of the tree and a NodeView of the panels both have and a split keeps: `id`, `last_used`.
-    """
+    `age` reads what a Node of the tree and a NodeView of the panels both have and a split keeps: `id`, `last_used`."""
 
     words: str  # completes "the … blocks are evicted first"
     age: Callable[[Any], int]

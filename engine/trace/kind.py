@@ -40,10 +40,8 @@ def bounds_of(cls: type) -> dict[str, Bound]:
 
 
 class Kind:
-    """A kind of record: a subclass annotates its fields, in the order in which records have them.
-
-    A value in the class body is a default: recordings of older versions, which lack the field, have this value.
-    """
+    """A kind of record: a subclass annotates its fields, in the order in which records have them. A value in the class
+    body is a default: recordings of older versions, which lack the field, have this value."""
 
     name: ClassVar[str]
     fields: ClassVar[tuple[str, ...]]

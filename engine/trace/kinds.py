@@ -189,10 +189,8 @@ class Alloc(kind.Kind):
 
 
 class Hold(kind.Kind):
-    """The request's table becomes the blocks on the path to `node`, and then its private blocks.
-
-    The first `dropped` private blocks are freed: the request now shares blocks of equal content.
-    """
+    """The request's table becomes the blocks on the path to `node`, and then its private blocks. The first `dropped`
+    private blocks are freed: the request now shares blocks of equal content."""
 
     request: kind.Running
     node: kind.Node

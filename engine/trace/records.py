@@ -58,10 +58,8 @@ def packets(records: list[Record]) -> list[Packet]:
 
 
 class RecordLog:
-    """Collects records until they are drained. It has only one reader.
-
-    A drain returns at most the last `limit` records. The reader sees dropped records as a gap in `seq`.
-    """
+    """Collects records until they are drained. It has only one reader. A drain returns at most the last `limit`
+    records. The reader sees dropped records as a gap in `seq`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, limit: int = 50_000) -> None:
         self.seq = 0  # sequence number of the last record

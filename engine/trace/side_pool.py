@@ -30,11 +30,9 @@ OWN = -1  # the place of a request's own slot, which has its newest state; draft
 
 @dataclass(frozen=True, slots=True)
 class SideGroup:
-    """One side group. `num_blocks`: pages or slots, the null block included; `window`: tokens, 0 for states.
-
-    `shared`: the pages are blocks of group 0's pool, as in vLLM (SharedPool). `page_tokens`: tokens of
-    a page, 0: those of a block of group 0.
-    """
+    """One side group. `num_blocks`: pages or slots, the null block included; `window`: tokens, 0 for states. `shared`:
+    the pages are blocks of group 0's pool, as in vLLM (SharedPool). `page_tokens`: tokens of a page, 0: those of a
+    block of group 0."""
 
     name: Text
     kind: Annotated[str, one_of("window", "state")]
@@ -68,10 +66,8 @@ class MainPool(Protocol):
 
 
 class SidePool:
-    """The pages or slots of one side group: who holds them, and for which blocks of the tree they are kept.
-
-    A page without a holder is idle if the tree keeps it, else free. Idle pages leave the tree in the order of `idle`.
-    """
+    """The pages or slots of one side group: who holds them, and for which blocks of the tree they are kept. A page
+    without a holder is idle if the tree keeps it, else free. Idle pages leave the tree in the order of `idle`."""
 
     def __init__(self, group: SideGroup) -> None:
         self.group = group

@@ -29,11 +29,9 @@ def waste_of(state: State) -> WasteFigures:
 
 
 def _copies(state: State) -> int | None:
-    """Returns the number of blocks whose text another block holds too; None if this is unknown.
-
-    Without a prefix cache, the engine numbers the texts of full blocks. With it, the tree has each text once, except
-    for requests with different cache salts, whose nodes are children of the root. vLLM reports its copies.
-    """
+    """Returns the number of blocks whose text another block holds too; None if this is unknown. Without a prefix cache,
+    the engine numbers the texts of full blocks. With it, the tree has each text once, except for requests with
+    different cache salts, whose nodes are children of the root. vLLM reports its copies."""
     reported = sum(len(copies) for copies in state.copies.values())
     if state.waste is None:
         return reported or None

@@ -23,11 +23,9 @@ class Changes(NamedTuple):
 
 
 class Batch:
-    """The block tables, the last drawn token and the sampling settings of every row.
-
-    One table holds those of all cache groups with pages (engine/groups.py): of group g, row r is g * max_rows + r. On a
-    CPU, host and device share it. On a GPU, the device has a copy, which is updated in stream order.
-    """
+    """The block tables, the last drawn token and the sampling settings of every row. One table holds those of all cache
+    groups with pages (engine/groups.py): of group g, row r is g * max_rows + r. On a CPU, host and device share it. On
+    a GPU, the device has a copy, which is updated in stream order."""
 
     def __init__(
         self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device,

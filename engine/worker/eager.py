@@ -85,10 +85,8 @@ class Eager(Executor):
         return Inputs(token_ids, meta, draws, sampled_hidden, prompt_hidden)
 
     def forward(self, plan: StepPlan, inputs: Inputs) -> tuple[torch.Tensor, dict[int, PromptLogprobs]]:
-        """Returns the logits [s, V] of the draws, and the prompt logprobs that requests asked for.
-
-        Also writes the keys and values of this step's tokens to the KV cache.
-        """
+        """Returns the logits [s, V] of the draws, and the prompt logprobs that requests asked for. Also writes the keys
+        and values of this step's tokens to the KV cache."""
         loaded = self._loaded
         if self._model is loaded.model:
             loaded.attention.plan(inputs.meta)
@@ -99,10 +97,8 @@ class Eager(Executor):
         return self._model.logits(hidden), prompt_logprobs
 
     def _prompt_logprobs(self, plan: StepPlan, inputs: Inputs, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
-        """Returns {entry: logprobs of the prompt tokens that the entry's chunk predicts}.
-
-        Position 0 has no logprob. A prompt's last token predicts the reply's first token, so it scores no prompt token.
-        """
+        """Returns {entry: logprobs of the prompt tokens that the entry's chunk predicts}. Position 0 has no logprob. A
+        prompt's last token predicts the reply's first token, so it scores no prompt token."""
         found = {}
         for entry, at in inputs.prompt_hidden.items():
             tokens, top = plan.prompt_targets[entry]

@@ -45,10 +45,8 @@ class Inputs:
 
 
 def drawing_tokens(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (entry of each draw, index of the token whose logits it uses), for a plan with drafts.
-
-    An entry with drafts draws once for each of its tokens.
-    """
+    """Returns (entry of each draw, index of the token whose logits it uses), for a plan with drafts. An entry with
+    drafts draws once for each of its tokens."""
     counts = plan.samples.astype(np.int64)
     counts[plan.num_decodes : plan.num_decoding] = plan.q_lens[plan.num_decodes : plan.num_decoding]
     samples, last = np.repeat(np.arange(len(counts)), counts), np.cumsum(counts)
@@ -58,12 +56,9 @@ def drawing_tokens(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.nda
 def logit_rows(
     plan: StepPlan, ends: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None, dict[int, int]]:
-    """Returns three values. `last`: for each draw, the index of the token whose logits it uses.
-
-    1. The indices of all tokens whose logits are needed.
-    2. The position of each draw's token in value 1; None if value 1 is `last`.
-    3. {entry with prompt targets: the position of its first token in value 1}.
-    """
+    """Returns three values. `last`: for each draw, the index of the token whose logits it uses. 1. The indices of all
+    tokens whose logits are needed. 2. The position of each draw's token in value 1; None if value 1 is `last`. 3.
+    {entry with prompt targets: the position of its first token in value 1}."""
     firsts = {entry: int(ends[entry] - plan.q_lens[entry]) for entry in plan.prompt_targets}
     if not firsts:
         return last, None, {}

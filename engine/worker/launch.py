@@ -32,10 +32,8 @@ class PromptLogprobs(NamedTuple):
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A launched step, whose results are copied to the host. `wait` blocks until the copies are complete.
-
-    Arrays on the host may be views of pinned memory: they are valid only after the second of `events`.
-    """
+    """A launched step, whose results are copied to the host. `wait` blocks until the copies are complete. Arrays on the
+    host may be views of pinned memory: they are valid only after the second of `events`."""
 
     num_entries: int  # entries of the plan
     outcome: np.ndarray  # int64, on the host: the drawn ids; −1 − id for a bad draw (see Drawn.bad)

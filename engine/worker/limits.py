@@ -29,10 +29,8 @@ class Limits:
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
-    """Choose a value for every setting of `config` that is "auto" or None.
-
-    Raises EngineError if the device or the model does not support `config`.
-    """
+    """Choose a value for every setting of `config` that is "auto" or None. Raises EngineError if the device or the
+    model does not support `config`."""
     import torch
 
     from engine.worker.weights.quantised import KEPT, choose, refusal

@@ -76,10 +76,8 @@ class LoadedModel:
         compiler: CompileAhead | None = None,
     ) -> None:
         """Loads the weights (random weights if engine_config.dummy_weights) and sizes the pool. Raises EngineError.
-
         `reserved_bytes`: device memory that the KV cache leaves to the executors. `compiler`: None: each kernel is
-        compiled when it is launched for the first time.
-        """
+        compiled when it is launched for the first time."""
         limits = resolve(engine_config, model_config)
         self.model_config = model_config
         self.config = engine_config
@@ -136,10 +134,8 @@ class LoadedModel:
         return self.device.type == "cpu"
 
     def sample(self, draws: Draws, logits: torch.Tensor, grammars: Mapping[int, Grammar]) -> Drawn:
-        """Draw one token for each of `draws`, and store it as the row's last token. May overwrite logits [s, V].
-
-        With several ranks only rank 0 draws; it broadcasts the ids to the other ranks.
-        """
+        """Draw one token for each of `draws`, and store it as the row's last token. May overwrite logits [s, V]. With
+        several ranks only rank 0 draws; it broadcasts the ids to the other ranks."""
         group, batch = self.group, self.batch
         if group.rank:
             ids = group.broadcast(self._no_ids(draws))
@@ -199,9 +195,7 @@ class LoadedModel:
 
     def take_expert_load(self) -> tuple[list[int], torch.Tensor] | None:
         """Returns (indices of the layers with experts, number of tokens of each expert); starts the copy to the host.
-
-        Returns None if the model has no experts, or if the last report is younger than EXPERT_LOAD_SECONDS.
-        """
+        Returns None if the model has no experts, or if the last report is younger than EXPERT_LOAD_SECONDS."""
         now = time.perf_counter()
         if now < self._expert_load_due:
             return None
@@ -260,10 +254,8 @@ class LoadedModel:
 
     def compile_ahead(self, run: Callable[[], object]) -> int:
         """Let other threads compile the kernels that `run` launches, which are not launched now. Returns the bytes of
-        device memory that `run` needs; 0 if unknown. Without a compiler, this does nothing.
-
-        Layers of a kind launch the same kernels, so only the first of each kind are run.
-        """
+        device memory that `run` needs; 0 if unknown. Without a compiler, this does nothing. Layers of a kind launch the
+        same kernels, so only the first of each kind are run."""
         if self.compiler is None:
             return 0
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -279,10 +271,8 @@ class LoadedModel:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def warm_up(self, tokens: int, pool: KVPool | None = None) -> torch.Tensor:
-        """Run a step of at most `tokens` prompt tokens, whose keys and values go to the null block of `pool`.
-
-        None: a pool of its own, with only a null block. Returns logits for the largest number of draws of a step.
-        """
+        """Run a step of at most `tokens` prompt tokens, whose keys and values go to the null block of `pool`. None: a
+        pool of its own, with only a null block. Returns logits for the largest number of draws of a step."""
         pool, n = pool or self._make_pool(1), min(self.batch.max_rows, tokens)
         lengths = np.full(n, tokens // n)
         lengths[0] += tokens - int(lengths.sum())
@@ -350,10 +340,8 @@ class PoolSizes:
         self._drafts = config.speculative_tokens if config.speculation != "off" else 0
 
     def sides(self, blocks: int) -> tuple[SideGroup, ...]:
-        """Returns the side groups for a pool of `blocks` blocks of full attention, with their null blocks.
-
-        Raises EngineError if the configured sizes are too small for one request.
-        """
+        """Returns the side groups for a pool of `blocks` blocks of full attention, with their null blocks. Raises
+        EngineError if the configured sizes are too small for one request."""
         return tuple(
             SideGroup(group.name, group.kind, 1 + self._count(group, blocks), group.window)
             for group in self._groups[1:]

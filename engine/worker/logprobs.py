@@ -30,10 +30,8 @@ class Logprobs:
         return Logprobs(*map(to_host, (self.token, self.rank, self.top, self.top_ids)))
 
     def listed(self, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
-        """Returns a TokenLogprobs for each of `tokens`; entry i lists the counts[i] most likely tokens.
-
-        Call this only after the copies of `fetched` have arrived on the host.
-        """
+        """Returns a TokenLogprobs for each of `tokens`; entry i lists the counts[i] most likely tokens. Call this only
+        after the copies of `fetched` have arrived on the host."""
         own, rank, top, ids = self.token.tolist(), self.rank.tolist(), self.top.tolist(), self.top_ids.tolist()
         return [
             TokenLogprobs(token, own[i], rank[i], list(zip(ids[i][:n], top[i][:n], strict=True)))

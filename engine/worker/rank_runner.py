@@ -35,11 +35,8 @@ from engine.worker.runner import Parts, Runner
 
 
 def make_group(model: ModelConfig, config: EngineConfig, rank: int, meet: Callable[[], Any]) -> Ranks:
-    """Returns the group, for one of its ranks.
-
-    `meet`: called after this rank's weights are loaded. It waits for the other ranks and returns the torch.distributed
-    store through which the ranks connect.
-    """
+    """Returns the group, for one of its ranks. `meet`: called after this rank's weights are loaded. It waits for the
+    other ranks and returns the torch.distributed store through which the ranks connect."""
     size = config.tensor_parallel_size
     device = device_of(resolve(config, model).device, rank, size)
     if device.type == "cuda":
@@ -54,11 +51,8 @@ class LeadRunner:
         self, model: ModelConfig, config: EngineConfig, parts: Parts, directory: Path | None = None,
         on_progress: Progress | None = None, on_lost: Callable[[str], None] | None = None,
     ) -> None:
-        """Starts the other ranks.
-
-        `on_lost`: called from another thread, with a sentence, when a rank ends unexpectedly. None: abort the work on
-        this device that waits for the lost rank.
-        """
+        """Starts the other ranks. `on_lost`: called from another thread, with a sentence, when a rank ends
+        unexpectedly. None: abort the work on this device that waits for the lost rank."""
         size = config.tensor_parallel_size
         check(model, size)
         device_of(resolve(config, model).device, size - 1, size)
@@ -78,11 +72,9 @@ class LeadRunner:
         self.num_blocks, self.block_size, self.vocab_size = runner.num_blocks, runner.block_size, runner.vocab_size
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep:
-        """Run a step on all ranks.
-
-        Raises DeviceLost if the step fails on any rank, because the ranks may then have run different collectives. An
-        exception in sampling is raised unchanged: all ranks have run the same collectives, so the engine can continue.
-        """
+        """Run a step on all ranks. Raises DeviceLost if the step fails on any rank, because the ranks may then have run
+        different collectives. An exception in sampling is raised unchanged: all ranks have run the same collectives, so
+        the engine can continue."""
         self._workers.send(plan)
         try:
             launched = self.runner.launch(plan, grammars)

@@ -86,10 +86,8 @@ class Runner:
 
     def prepare(self, wanted: bool = False) -> dict[str, Any] | None:
         """Do one piece of the work that makes later steps faster, such as the capture of a CUDA graph: up to 0.1 s.
-
         `wanted`: do nothing unless a recent step would have been faster. Returns what is left, as a message for
-        on_progress; None: nothing.
-        """
+        on_progress; None: nothing."""
         with torch.inference_mode():
             left = [progress for each in self.executors if (progress := each.prepare(wanted)) is not None]
         return left[0] if left else None

@@ -64,11 +64,9 @@ class Drawn:
 
 
 class Sampler:
-    """Keeps the sampling settings of every row of the batch, and draws tokens.
-
-    Call `set_row` when a request takes a row, also after a preemption: `set_row` counts the tokens for penalties again.
-    Call `sample` once per step. A row's counts and biases are kept until the next request takes the row.
-    """
+    """Keeps the sampling settings of every row of the batch, and draws tokens. Call `set_row` when a request takes a
+    row, also after a preemption: `set_row` counts the tokens for penalties again. Call `sample` once per step. A row's
+    counts and biases are kept until the next request takes the row."""
 
     def __init__(
         self, max_rows: int, vocab_size: int, device: torch.device, upload: Upload, processed_logprobs: bool = False

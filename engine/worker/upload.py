@@ -13,11 +13,9 @@ STAGING_RING = 4  # more than the largest number of steps in flight
 
 
 class Uploader:
-    """Copies arrays to the device: `upload(array)` returns a device tensor. The copy runs in stream order.
-
-    On a CPU the tensor shares the array's memory. On a GPU the copy uses a ring of pinned buffers. A buffer is reused
-    only after the copy from it has finished.
-    """
+    """Copies arrays to the device: `upload(array)` returns a device tensor. The copy runs in stream order. On a CPU the
+    tensor shares the array's memory. On a GPU the copy uses a ring of pinned buffers. A buffer is reused only after the
+    copy from it has finished."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -53,10 +51,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Staging:
-    """Copies host arrays to one fixed device buffer, which CUDA graphs read.
-
-    The copies use pinned buffers. A buffer is reused only after the copy from it has finished.
-    """
+    """Copies host arrays to one fixed device buffer, which CUDA graphs read. The copies use pinned buffers. A buffer is
+    reused only after the copy from it has finished."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.target = torch.zeros(size, dtype=dtype, device=device)

@@ -17,11 +17,9 @@ from engine.kernels.cpu.emit import F32, I64, PTR, Kernel
 def emit_rotate(
     module: ir.Module, name: str, lanes: int, heads: tuple[int, int], dim: int, eps: float, normed: bool
 ) -> None:
-    """Emit the kernel that rotates queries and keys. heads: (of queries, of keys).
-
-    Fields: qkv [R, (Hq + 2 Hkv) D], the norms' weights [Hq + Hkv, D], the table of cos and sin [positions, D], q (out)
-    [R, Hq D], keys, values [slots, Hkv, D], positions and slots int64 [R], R.
-    """
+    """Emit the kernel that rotates queries and keys. heads: (of queries, of keys). Fields: qkv [R, (Hq + 2 Hkv) D], the
+    norms' weights [Hq + Hkv, D], the table of cos and sin [positions, D], q (out) [R, Hq D], keys, values [slots, Hkv,
+    D], positions and slots int64 [R], R."""
     b = Kernel(module, name, lanes)
     qkv, norms, table, q, keys, values, positions, slots, R = b.fields(
         qkv=PTR, norms=PTR, table=PTR, q=PTR, keys=PTR, values=PTR, positions=PTR, slots=PTR, R=I64
@@ -65,11 +63,9 @@ def emit_rotate(
 def emit_attend(
     module: ir.Module, name: str, lanes: int, heads: tuple[int, int], dim: int, factor: float, block_size: int
 ) -> None:
-    """Emit the attention kernel; factor: of query · key. A thread computes whole pairs of (row, query head).
-
-    Fields: q [R, Hq D], keys, values [slots, Hkv, D], block table int64 [R, C], lengths int64 [R] (with this token),
-    out [R, Hq D], scores (scratch), C, R, window (0: none), floats of scratch per thread.
-    """
+    """Emit the attention kernel; factor: of query · key. A thread computes whole pairs of (row, query head). Fields: q
+    [R, Hq D], keys, values [slots, Hkv, D], block table int64 [R, C], lengths int64 [R] (with this token), out [R, Hq
+    D], scores (scratch), C, R, window (0: none), floats of scratch per thread."""
     b = Kernel(module, name, lanes)
     q, keys, values, table, lengths, out, scores, columns, R, window, each = b.fields(
         q=PTR, keys=PTR, values=PTR, table=PTR, lengths=PTR, out=PTR, scores=PTR, columns=I64, R=I64, window=I64,

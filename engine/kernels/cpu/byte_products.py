@@ -18,11 +18,9 @@ def bias(kind: str) -> int:
 
 
 def dot(b: Kernel, kind: str, sums: Any, weights: Any, x: Any, *, signed: bool) -> Any:
-    """Adds to each lane of `sums`, 32-bit integers, four products of bytes of `weights` and of `x`.
-
-    weights, x: vectors of as many bits as `sums`. x: from -127 to 127. weights: the same and `bias` is added to each
-    (signed), or from 0 to 15 and nothing is added. No sum saturates.
-    """
+    """Adds to each lane of `sums`, 32-bit integers, four products of bytes of `weights` and of `x`. weights, x: vectors
+    of as many bits as `sums`. x: from -127 to 127. weights: the same and `bias` is added to each (signed), or from 0 to
+    15 and nothing is added. No sum saturates."""
     size = 4 * sums.type.count
     if kind == "vnni":
         bytes_ = ir.VectorType(I8, size)

@@ -76,10 +76,8 @@ class Kernel(ir.IRBuilder):
 
     @contextmanager
     def loop(self, start: Any, stop: Any, step: Any = 1, **carried: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """`for i in range(start, stop, step)`. Yields i and the values carried from one round to the next.
-
-        The body replaces entries of the dict; after the loop, the dict has the final values.
-        """
+        """`for i in range(start, stop, step)`. Yields i and the values carried from one round to the next. The body
+        replaces entries of the dict; after the loop, the dict has the final values."""
         before = self.block
         head, body, done = (self.append_basic_block() for _ in range(3))
         self.branch(head)
@@ -169,10 +167,8 @@ class Kernel(ir.IRBuilder):
         return self.intrinsic(f"llvm.vector.reduce.fmaximum.v{self.lanes}f32", F32, vector)
 
     def nearest(self, x: Any) -> tuple[Any, Any]:
-        """Returns the whole number nearest to each lane, as integers and as floats; ties to even. x: below 2 ** 22.
-
-        The sum with ROUND has no bits for a fraction. LLVM's conversion that saturates is five times as slow on x86.
-        """
+        """Returns the whole number nearest to each lane, as integers and as floats; ties to even. x: below 2 ** 22. The
+        sum with ROUND has no bits for a fraction. LLVM's conversion that saturates is five times as slow on x86."""
         shifted = self.fadd(x, self.all_lanes(ROUND))
         bits = self.sub(self.bitcast(shifted, self.ints), self.all_ints(ROUND_BITS))
         return bits, self.fsub(shifted, self.all_lanes(ROUND))

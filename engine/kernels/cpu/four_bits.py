@@ -86,10 +86,8 @@ class FourBitForm:
 
 
 def _round_parts(b: Kernel, rows_at: Any, x8: Any, scales: Any, sums: Any, parts: tuple[Any, Any]) -> None:
-    """Round some parts of f(x) to 8 bits. sums: -8 times the sum of each part's bytes. parts: (first, end).
-
-    NaN and infinity reach the scale.
-    """
+    """Round some parts of f(x) to 8 bits. sums: -8 times the sum of each part's bytes. parts: (first, end). NaN and
+    infinity reach the scale."""
     bytes_ = ir.VectorType(I8, LANES)
     with b.loop(*parts) as (part, _):
         places = [b.add(b.mul(part, I64(PART)), I64(first)) for first in range(0, PART, LANES)]

@@ -83,9 +83,7 @@ def _lanes(shapes: KernelShapes, widest: int, *, attention: bool = True) -> int:
 
 def model_kernels(shapes: KernelShapes) -> Kernels:
     """Compiles the kernels of a model: "rotate", "attend", "attend_tiles", and a product for each kind of weights.
-
-    Models of the same shapes share them: a second engine in the process compiles nothing.
-    """
+    Models of the same shapes share them: a second engine in the process compiles nothing."""
     return _model_kernels(shapes, features())
 
 

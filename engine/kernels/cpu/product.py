@@ -63,10 +63,8 @@ class Call(NamedTuple):
 
 
 def scratch_floats(rows: int, columns: int) -> int:
-    """Returns how many floats of scratch memory each thread needs: f(x), f(x) rounded, and scales and sums.
-
-    There is a scale and a sum per row, or per 32 numbers (engine/kernels/cpu/four_bits.py).
-    """
+    """Returns how many floats of scratch memory each thread needs: f(x), f(x) rounded, and scales and sums. There is a
+    scale and a sum per row, or per 32 numbers (engine/kernels/cpu/four_bits.py)."""
     return rows * columns + rows * columns // 2 + 2 * rows * (1 + columns // 32) + 64
 
 

@@ -32,11 +32,9 @@ def tile_scratch_floats(lanes: int, dim: int, length: int) -> int:
 def emit_attend_tiles(
     module: ir.Module, name: str, lanes: int, heads: tuple[int, int], dim: int, factor: float, block_size: int
 ) -> None:
-    """Emit the kernel; factor: of query · key. A thread computes whole pairs of (tile, key head).
-
-    Fields: q [R, Hq D], keys, values [slots, Hkv, D], block table int64 [n, C], tiles int64 [T, TILE_FIELDS], out
-    [R, Hq D], scratch, C, T, window (0: none), floats of scratch per thread.
-    """
+    """Emit the kernel; factor: of query · key. A thread computes whole pairs of (tile, key head). Fields: q [R, Hq D],
+    keys, values [slots, Hkv, D], block table int64 [n, C], tiles int64 [T, TILE_FIELDS], out [R, Hq D], scratch, C, T,
+    window (0: none), floats of scratch per thread."""
     b = Kernel(module, name, lanes)
     q, keys, values, table, tiles, out, scratch, columns, T, window, each = b.fields(
         q=PTR, keys=PTR, values=PTR, table=PTR, tiles=PTR, out=PTR, scratch=PTR, columns=I64, T=I64, window=I64,

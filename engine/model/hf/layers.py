@@ -73,9 +73,7 @@ class LayerReader:
 
 def read_delta(fields: Fields, layers: int) -> DeltaConfig | None:
     """Returns the delta rule of a model with this number of layers; None if no layer has one. Raises CheckpointError.
-
-    Without layer_types, every full_attention_interval-th layer has attention.
-    """
+    Without layer_types, every full_attention_interval-th layer has attention."""
     kinds = fields.raw.get("layer_types")
     if kinds is None:
         every = fields.count("full_attention_interval", 4)

@@ -99,10 +99,8 @@ def read_compressed(fields: Fields, raw: dict[str, Any], model: ModelConfig) -> 
 def _schemes(
     fields: Fields, raw: dict[str, Any], groups: list[dict[str, Any]], model: ModelConfig
 ) -> tuple[tuple[str, Packing | None], ...]:
-    """Returns the scheme of each target in the order of compressed-tensors: names, regular expressions, classes.
-
-    A scheme that is not supported is refused only if `model` has a matrix with it.
-    """
+    """Returns the scheme of each target in the order of compressed-tensors: names, regular expressions, classes. A
+    scheme that is not supported is refused only if `model` has a matrix with it."""
     owners = {target: i for i, group in enumerate(groups) for target in _targets(fields, group, "targets")}
     ordered = sorted(owners, key=lambda target: (target == LINEAR, target.startswith("re:"), target))
     ignored = [(target, -1) for target in _targets(fields, raw, "ignore")]

@@ -165,10 +165,8 @@ class RopeReader:
         return tuple(map(float, values))
 
     def _turns(self, rope: Fields, key: str, default: float | None = None) -> float:
-        """Returns the limit of a band: how many turns a dimension makes within the original context.
-
-        If there is a default, 0 means the default.
-        """
+        """Returns the limit of a band: how many turns a dimension makes within the original context. If there is a
+        default, 0 means the default."""
         if default is not None and not rope.number(key, default, most=MOST_TURNS):
             return default
         return rope.number(key, default, LEAST_TURNS, most=MOST_TURNS)

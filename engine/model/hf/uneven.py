@@ -14,10 +14,8 @@ LARGEST_HEAD = 1 << 16
 
 
 def read_uneven(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """Returns the configuration with the fields that differ between layers. Raises CheckpointError.
-
-    `config`: of the layers with a window.
-    """
+    """Returns the configuration with the fields that differ between layers. Raises CheckpointError. `config`: of the
+    layers with a window."""
     if fields.raw.get("use_bidirectional_attention") not in (None, "vision"):  # "vision": tokens of images only
         raise fields.refuse("use_bidirectional_attention", "null or 'vision': text is generated from left to right")
     config = replace(config, keys_as_values=fields.flag("attention_k_eq_v"))

@@ -33,10 +33,8 @@ class Branches:
         self._steps = 0
 
     def of(self, schema: Schema, refs: frozenset[str] = frozenset()) -> list[Branch]:
-        """Returns branches: a value follows the schema if it follows one of them.
-
-        `refs`: the references that led to this schema. Raises Unsupported if one of them is met again.
-        """
+        """Returns branches: a value follows the schema if it follows one of them. `refs`: the references that led to
+        this schema. Raises Unsupported if one of them is met again."""
         self._step()
         if isinstance(schema, bool):
             return [[]] if schema else []

@@ -22,10 +22,8 @@ CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]")  # a control character as JSO
 
 def rewrite(document: Any, closed: bool) -> dict[str, Any]:
     """Returns an equivalent schema for llguidance. The document's own "x-guidance" options take precedence over ours.
-
-    `closed`: objects that declare properties have no others, unless their schema says additionalProperties.
-    Raises Unsupported, with the reason, if llguidance cannot enforce the schema.
-    """
+    `closed`: objects that declare properties have no others, unless their schema says additionalProperties. Raises
+    Unsupported, with the reason, if llguidance cannot enforce the schema."""
     own = document.get("x-guidance", {}) if isinstance(document, dict) else {}
     if not isinstance(own, dict):
         raise Unsupported("x-guidance must be an object")

@@ -90,10 +90,8 @@ class Calls:
 
 
 class CompiledDecoder:
-    """Runs steps of a Decoder with dense MLPs, float32 activations and a float32 KV cache.
-
-    `step` runs decodes. `forward` and `logits` do what those of the Decoder do, for steps with prompts.
-    """
+    """Runs steps of a Decoder with dense MLPs, float32 activations and a float32 KV cache. `step` runs decodes.
+    `forward` and `logits` do what those of the Decoder do, for steps with prompts."""
 
     def __init__(self, decoder: Decoder, pool: KVPool, quantization: str, block_size: int, max_length: int) -> None:
         from engine.kernels.cpu.library import ANY_ROWS, model_kernels
@@ -135,11 +133,9 @@ class CompiledDecoder:
     def step(
         self, tokens: np.ndarray, positions: np.ndarray, slots: list[np.ndarray], tables: list[np.ndarray]
     ) -> torch.Tensor:
-        """Returns the logits [R, V] of R decodes. tokens, positions: [R].
-
-        slots [R], tables [R, C]: of each cache group, the slot of each token and the blocks of each sequence.
-        Stores the keys and values of all tokens before the attention of any token.
-        """
+        """Returns the logits [R, V] of R decodes. tokens, positions: [R]. slots [R], tables [R, C]: of each cache
+        group, the slot of each token and the blocks of each sequence. Stores the keys and values of all tokens before
+        the attention of any token."""
         rows, buffers, calls = len(tokens), self._buffers, self._decode_calls
         buffers.residual[:rows] = embed(torch.from_numpy(tokens.astype(np.int64)), self._decoder.embedding)
         for array, values in (buffers.positions, positions), (buffers.lengths, positions + 1):
@@ -158,9 +154,7 @@ class CompiledDecoder:
         self, token_ids: torch.Tensor, meta: ForwardMeta, attention: AttentionBackend, pool: KVPool
     ) -> torch.Tensor:
         """Returns the final hidden states [s, H] of the tokens in meta.logit_rows (None: all T) before the last norm.
-
-        Stores keys and values. `attention` and `pool` are not used: the kernels know where keys and values are.
-        """
+        Stores keys and values. `attention` and `pool` are not used: the kernels know where keys and values are."""
         rows, n = len(token_ids), meta.num_decodes
         b, calls = self._for_rows(rows)
         each = len(calls) // len(self._decoder.layers)  # calls per layer

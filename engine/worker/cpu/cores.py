@@ -26,10 +26,8 @@ def physical_cores() -> list[set[int]]:
 
 
 def default_threads() -> int:
-    """Returns the number of threads that compute: one for each core but one, because the screen needs a core too.
-
-    Two threads of one core would share its arithmetic.
-    """
+    """Returns the number of threads that compute: one for each core but one, because the screen needs a core too. Two
+    threads of one core would share its arithmetic."""
     return max(1, len(physical_cores()) - 1)
 
 

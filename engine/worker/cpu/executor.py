@@ -37,10 +37,8 @@ MOST_TOKENS = 48  # in larger steps arithmetic dominates call overhead
 
 
 class CPUSteps(Executor):
-    """Runs steps of float32 models with dense MLPs. Draws the same tokens as Eager, but faster.
-
-    The kernels of CompiledDecoder are faster than CPUDecode, but they need llvmlite and a processor that they support.
-    """
+    """Runs steps of float32 models with dense MLPs. Draws the same tokens as Eager, but faster. The kernels of
+    CompiledDecoder are faster than CPUDecode, but they need llvmlite and a processor that they support."""
 
     def __init__(self, loaded: LoadedModel, on_progress: Progress | None = None) -> None:
         self._loaded, self._batch = loaded, loaded.batch
@@ -71,11 +69,8 @@ class CPUSteps(Executor):
         return self._loaded.launched(plan, draws, drawn, {}, started, None)
 
     def decode(self, plan: StepPlan) -> tuple[torch.Tensor, Draws]:
-        """Returns the logits [T, V] and the draws of a plan that only decodes.
-
-        Each draft token is computed as if it were another sequence. Only the attention of CPUDecode treats a token and
-        its drafts as one sequence.
-        """
+        """Returns the logits [T, V] and the draws of a plan that only decodes. Each draft token is computed as if it
+        were another sequence. Only the attention of CPUDecode treats a token and its drafts as one sequence."""
         batch = self._batch
         size, tokens, rows, positions = batch.block_size, plan.token_ids, plan.rows, plan.starts
         entries, bounds = batch.indices[: len(rows)], batch.indices
@@ -109,9 +104,7 @@ KEPT_SIZES = 8  # buffers are kept for at most this many different numbers of se
 
 class Columns:
     """Buffers for n sequences: torch tensors, whose names end in an underscore, and numpy arrays of the same memory.
-
-    Their shape is [features, n], or [features] for a single sequence, which is cheaper in both libraries.
-    """
+    Their shape is [features, n], or [features] for a single sequence, which is cheaper in both libraries."""
 
     def __init__(self, decoder: Decoder, n: int) -> None:
         config = decoder.config
@@ -171,11 +164,9 @@ class CPUDecode:
     def logits(
         self, tokens: np.ndarray, positions: np.ndarray, slots: list[np.ndarray], attention: AttentionBackend
     ) -> torch.Tensor:
-        """Returns the same logits [n, V] as Decoder.forward and Decoder.logits. tokens, positions: [n].
-
-        slots [n]: of each cache group.
-        Stores each token's keys and values. Before the call, `attention` must be planned for these sequences.
-        """
+        """Returns the same logits [n, V] as Decoder.forward and Decoder.logits. tokens, positions: [n]. slots [n]: of
+        each cache group. Stores each token's keys and values. Before the call, `attention` must be planned for these
+        sequences."""
         decoder, eps, n = self._decoder, self._decoder.config.rms_norm_eps, len(tokens)
         c = self._columns.get(n)
         if c is None:
@@ -223,10 +214,8 @@ def _norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> Non
 
 
 def _rotate(c: Columns, weight: np.ndarray | None, eps: float, cos: np.ndarray, sin: np.ndarray) -> None:
-    """Normalise queries and keys if there is a weight, and rotate them by their positions (RoPE).
-
-    weight [heads, D]; cos and sin [2, D / 2, n]; the sines of the first half are negated.
-    """
+    """Normalise queries and keys if there is a weight, and rotate them by their positions (RoPE). weight [heads, D];
+    cos and sin [2, D / 2, n]; the sines of the first half are negated."""
     if weight is not None:
         square = np.einsum("hd...,hd...->h...", c.qk, c.qk)
         square /= weight.shape[1]

@@ -255,10 +255,8 @@ class DecodeGraphs(StepGraphs):
 
 
 def launch_bound(loaded: LoadedModel, seconds: float, rate: float) -> int:
-    """Returns the number of tokens below which a step takes longer to launch than to compute.
-
-    `seconds`: the time to launch one layer kernel by kernel. `rate`: operations per second of the matrix products.
-    """
+    """Returns the number of tokens below which a step takes longer to launch than to compute. `seconds`: the time to
+    launch one layer kernel by kernel. `rate`: operations per second of the matrix products."""
     # 8-bit numbers are multiplied twice as fast as bfloat16, so their bytes count; 4-bit numbers only take fewer bytes.
     number = Int4Tiles.itemsize if loaded.quantization == "int4" else loaded.dtype.itemsize
     layer = loaded.model.nbytes_per_token / number / loaded.model_config.num_layers
@@ -278,10 +276,8 @@ def matmul_rate(loaded: LoadedModel) -> float:
 
 
 def launch_seconds(loaded: LoadedModel) -> float:
-    """Measures the time that this host needs to launch one layer kernel by kernel.
-
-    Hosts differ by a factor of three (engine/kernels/MEASURED.md).
-    """
+    """Measures the time that this host needs to launch one layer kernel by kernel. Hosts differ by a factor of three
+    (engine/kernels/MEASURED.md)."""
     times = []
     for _ in range(LAUNCH_TRIALS):
         torch.cuda.synchronize(loaded.device)
@@ -294,10 +290,8 @@ def launch_seconds(loaded: LoadedModel) -> float:
 
 
 def forms_of_steps(loaded: LoadedModel) -> list[int]:
-    """Returns the numbers of tokens of steps that are run before requests need them, without graphs.
-
-    Without this, a mixture of experts took up to 1.3 s for the first prompt of each size, instead of 0.14 s.
-    """
+    """Returns the numbers of tokens of steps that are run before requests need them, without graphs. Without this, a
+    mixture of experts took up to 1.3 s for the first prompt of each size, instead of 0.14 s."""
     most, experts = loaded.max_num_batched_tokens, loaded.model_config.experts
     sizes = {min(size, most) for size in WARM_UP_TOKENS}
     if experts is not None:
@@ -309,9 +303,7 @@ def forms_of_steps(loaded: LoadedModel) -> list[int]:
 
 
 def ladder(most: int) -> list[int]:
-    """Returns the batch sizes to capture, ascending, up to `most`.
-
-    Small sizes are closer to each other, because padding slows small batches most.
-    """
+    """Returns the batch sizes to capture, ascending, up to `most`. Small sizes are closer to each other, because
+    padding slows small batches most."""
     sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, most + 32, 32)]
     return sorted({min(size, most) for size in sizes if size <= most} | {most})

@@ -84,10 +84,8 @@ class DecodeLayers:
 
     def logits_of_chunks(self, tokens: torch.Tensor, meta: ForwardMeta, out: torch.Tensor) -> None:
         """Write logits to out: [s, V] for the s tokens at meta.logit_rows, or [T, V] for all tokens if it is None.
-
         tokens int64 [T]: chunks of sequences, as `meta` describes them. The caller has planned the attention of each
-        group with its part of meta.by_group().
-        """
+        group with its part of meta.by_group()."""
         metas = meta.by_group()
         hidden = self._several(
             self._group.embed(tokens, self._model.embedding),
@@ -132,10 +130,8 @@ class DecodeLayers:
         self, residual: torch.Tensor, attend: Attend, states: StateMeta | None, live: torch.Tensor | None,
         wanted: torch.Tensor | None = None, live_wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the final hidden states, after the last norm, of the tokens `wanted` (None: of all tokens).
-
-        The first `live` tokens, and the first `live_wanted` wanted tokens, are not padding.
-        """
+        """Returns the final hidden states, after the last norm, of the tokens `wanted` (None: of all tokens). The first
+        `live` tokens, and the first `live_wanted` wanted tokens, are not padding."""
         model, eps, group = self._model, self._model.config.rms_norm_eps, self._group
         layers = model.layers
         in_parts = group.direct(len(residual)) and self._norms_add

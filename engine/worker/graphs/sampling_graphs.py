@@ -60,9 +60,7 @@ class SamplingGraphs:
         begin: Any,
     ) -> LaunchedStep:
         """Replay the simplest form that supports `asked` (Sampler.asked), and start the copy of the draws to the host.
-
-        `draws` and `entries`: as in LaunchedStep, for the first `num_draws` draws in the buffers.
-        """
+        `draws` and `entries`: as in LaunchedStep, for the first `num_draws` draws in the buffers."""
         if asked:
             self._send_settings()
         form = 2 if asked & ~Wants.NOISE else 1 if asked else 0

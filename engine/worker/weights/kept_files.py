@@ -32,10 +32,8 @@ def entry_name(name: str, checkpoint: Path, model: ModelConfig, kind: str) -> st
 
 
 def begin(config: EngineConfig, checkpoint: Path, model: ModelConfig) -> None:
-    """Begin to read the entry of the weights that an engine needs, if there is such an entry. Raises EngineError.
-
-    Does nothing while the kind of weights is "auto", or if the entry is being read already.
-    """
+    """Begin to read the entry of the weights that an engine needs, if there is such an entry. Raises EngineError. Does
+    nothing while the kind of weights is "auto", or if the entry is being read already."""
     kind = config.quantization
     if kind not in KINDS or not config.keep_weights or config.dummy_weights or not ROUNDED.limit():
         return
@@ -54,9 +52,7 @@ def forget() -> None:
 
 def read(name: str) -> np.ndarray | None:
     """Returns the parameters of an entry as bytes in large pages; None if there is none. Raises Damaged, or OSError.
-
-    They are copied, because the pages of a mapped file are small ones.
-    """
+    They are copied, because the pages of a mapped file are small ones."""
     begun = _begun.pop(name, None)
     return _read(name) if begun is None else begun.result()
 
@@ -74,11 +70,9 @@ def _read(name: str) -> np.ndarray | None:
 
 
 def large_pages(size: int) -> np.ndarray:
-    """Returns `size` bytes, in large pages where the system has them.
-
-    A decode step reads all weights, so the processor needs the address of every page. Pages of 2 MiB instead of 4 KiB
-    make one row faster (engine/kernels/MEASURED.md).
-    """
+    """Returns `size` bytes, in large pages where the system has them. A decode step reads all weights, so the processor
+    needs the address of every page. Pages of 2 MiB instead of 4 KiB make one row faster
+    (engine/kernels/MEASURED.md)."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # Linux has it
         return np.empty(size, dtype=np.uint8)
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

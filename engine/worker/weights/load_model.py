@@ -32,10 +32,8 @@ def load_model(
     model_config: ModelConfig, limits: Limits, config: EngineConfig, group: Group, ops: Ops, directory: Path | None,
     on_progress: Progress | None,
 ) -> tuple[Decoder, tuple[str, ...]]:
-    """Returns the decoder of this rank with its weights, and sentences for the user. Raises EngineError.
-
-    `limits`: with the device of this rank. The weights are random if config.dummy_weights.
-    """
+    """Returns the decoder of this rank with its weights, and sentences for the user. Raises EngineError. `limits`: with
+    the device of this rank. The weights are random if config.dummy_weights."""
     kind, shard = limits.quantization, group.shard(model_config)
     files = None if config.dummy_weights else directory
     if files is not None and model_config.delta is not None and group.size == 1:
@@ -71,11 +69,9 @@ def load_model(
 def load_kept(
     name: str, make: Callable[[], Decoder], fill: Callable[[Decoder], None], on_progress: Progress | None = None
 ) -> tuple[Decoder, tuple[str, ...]]:
-    """Returns what `make` returns, with parameters from the entry `name`, and sentences for the user.
-
-    If there is no entry, or it is damaged, `fill` must fill the parameters, and they are kept: the file of an entry
-    holds them as they are in memory. A decoder makes them in the same order at each start, so they need no names.
-    """
+    """Returns what `make` returns, with parameters from the entry `name`, and sentences for the user. If there is no
+    entry, or it is damaged, `fill` must fill the parameters, and they are kept: the file of an entry holds them as they
+    are in memory. A decoder makes them in the same order at each start, so they need no names."""
     notes: list[str] = []
     keep = ROUNDED.limit() > 0
     try:

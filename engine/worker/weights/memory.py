@@ -15,11 +15,9 @@ from engine.worker.limits import Limits
 def check_memory(
     model: ModelConfig, config: EngineConfig, limits: Limits, directory: Path | None = None, total: int | None = None
 ) -> None:
-    """Raise EngineError, with the sizes, if the model needs more memory than the device has.
-
-    Counts the weights, the KV cache and the tables, but no activations. `directory`: the checkpoint; None: random
-    weights. `total`: bytes of the device's memory; None: as the system reports it.
-    """
+    """Raise EngineError, with the sizes, if the model needs more memory than the device has. Counts the weights, the KV
+    cache and the tables, but no activations. `directory`: the checkpoint; None: random weights. `total`: bytes of the
+    device's memory; None: as the system reports it."""
     blocks = config.num_blocks or -(-(config.kv_tokens or 1) // config.block_size)
     if max(blocks * config.block_size, limits.max_model_len) > INT32_MAX:
         raise EngineError(

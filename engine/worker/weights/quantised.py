@@ -298,10 +298,8 @@ def check_kept(model: ModelConfig, device: torch.device) -> None:
 
 def kept_matrices(shard: ModelConfig, model: ModelConfig, ops: Ops, group: Group, directory: Path | None) -> Kept:
     """Returns the class that holds each quantised matrix unchanged, by name in the decoder; None: it is expanded.
-
     `shard`: this rank's part of the model. `directory`: the checkpoint; None: one in which all matrices of the layers
-    are quantised.
-    """
+    are quantised."""
     assert model.packing is not None
     plain = Decoder(shard, torch.bfloat16, torch.device("meta"), 1, ops, None, group)  # its slots have the shapes
     ours = list(plain.slots())
