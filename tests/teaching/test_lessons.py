@@ -38,6 +38,7 @@ from minitui.teaching.lessons.bars import parse_settings
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, TypeIn, find_code, fresh, paragraphs
 from minitui.teaching.lessons.plain import print_with_own_engine
 from minitui.teaching.lessons.side_by_side import side_by_side
+from minitui.teaching.lessons.written import read_lesson
 from minitui.teaching.merges import merges, shown_piece
 from minitui.teaching.prediction import LETTERS
 from minitui.teaching.reading import Reading
@@ -435,6 +436,65 @@ def test_every_number_of_a_result_is_on_the_same_screen(number: int, outcome: Ca
     assert not missing, "\n".join([*missing, *(seen.text for seen in result.seen.values())])
 
 
+WRITTEN = """# Sums
+
+What is {N} + {N}?
+
+## Two numbers
+panel: step
+run: add
+
+The first line
+and the second.
+
+    a  table
+
+? How many?
+- {N + N} tokens | they would
+  be four.
+- three
+
+## Questions
+
+? Which number
+is it?
+panel: lanes
+see: the lanes.
+answer: {stage} of {N}
+
+? And now?
+panel: lanes
+see: the lanes.
+answer: none
+
+? And then?
+panel: lanes
+see: the lanes.
+answer: none
+"""
+
+
+def test_a_lesson_is_read_from_its_text_and_a_mistake_names_its_page(tmp_path: Path) -> None:
+    async def add(stage: Stage) -> Seen:
+        return Seen("4")
+
+    module = {"__file__": str(tmp_path / "l7_sums.py"), "N": 2, "add": add, "close": add}
+    file = tmp_path / "l7_sums.md"
+    file.write_text(WRITTEN)
+    one = read_lesson(module, kv_blocks=8)
+    assert (one.number, one.title, one.question, one.options) == (7, "Sums", "What is 2 + 2?", {"kv_blocks": 8})
+    asked = Prediction("How many?", ("4 tokens", "three"), ("they would be four.", ""))
+    assert one.pages == (
+        Page("Two numbers", "The first line\nand the second.\n\n  a  table", "step", run=add, predict=asked),
+    )
+    assert (one.checks[0].question, one.checks[0].answer("3")) == ("Which number is it?", "3 of 2")  # type: ignore
+    for right, wrong in (("run: add", "run: sub"), ("panel: step", "pannel: step"), ("{N + N}", "{M}")):
+        file.write_text(WRITTEN.replace(right, wrong))
+        with pytest.raises((KeyError, TypeError, NameError)) as caught:
+            read_lesson(module)
+        assert caught.value.__notes__ == ["l7_sums.md, page 'Two numbers'"]
+
+
 @pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.name)
 def test_every_page_fits_a_screen_of_80_by_24_before_it_is_run(one: Lesson) -> None:
     reading = Reading(one)
@@ -509,7 +569,7 @@ def test_code_that_is_not_there_is_told() -> None:
 
 
 def test_paragraphs_keep_tables_and_wrap_the_rest() -> None:
-    lines = paragraphs("\n    One two three four.\n    Five.\n\n      a   first column of a table that is long\n", 24)
+    lines = paragraphs("\nOne two three four.\nFive.\n\n  a   first column of a table that is long\n", 24)
     assert lines == ["One two three four.", "Five.", "", "  a   first column of a", "      table that is long"]
 
 

@@ -94,10 +94,9 @@ class Lesson:
 
 
 def paragraphs(text: str, width: int) -> list[str]:
-    """Returns the text in lines of at most `width` cells. A text that begins with a line break is dedented first."""
+    """Returns the text in lines of at most `width` cells."""
     lines: list[str] = []
-    source = textwrap.dedent(text) if text.startswith("\n") else text
-    for part in source.strip("\n").split("\n\n"):
+    for part in text.strip("\n").split("\n\n"):
         if lines:
             lines.append("")
         run: list[str] = []

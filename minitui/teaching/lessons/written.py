@@ -38,35 +38,41 @@ from minitui.teaching.merges import quoted
 from minitui.teaching.stage import Stage
 from minitui.text import listed, match_reasons, ms
 
-FIELD = re.compile(r"^(panel|code|run|type_in|see|answer): (.*(?:\n  .*)*)\n?", re.M)
+FIELD = re.compile(r"^(panel|see|answer): (.*(?:\n  .*)*)\n?", re.M)
 
 
 def read_lesson(module: dict[str, Any], *others: ModuleType, **options: Any) -> Lesson:
     """Returns the lesson of a module with these globals. The text may use names of the `others`, too. `options` are
-    options of the lesson's engine."""
+    options of the lesson's engine. An error has a note with the page."""
     names: dict[str, Any] = {"listed": listed, "match_reasons": match_reasons, "ms": ms, "quoted": quoted}
     for more in (*map(vars, others), module):
         names |= more
     file = Path(module["__file__"]).with_suffix(".md")
-    head, *pages, questions = re.split(r"^## ", file.read_text(encoding="utf-8"), flags=re.M)
+    head, *parts, questions = re.split(r"^## ", file.read_text(encoding="utf-8"), flags=re.M)
     title, question = head.removeprefix("# ").split("\n", 1)
+    pages = []
+    for part in parts:
+        try:
+            pages.append(_page(part, names))
+        except Exception as error:
+            error.add_note(f"{file.name}, page {part.partition(chr(10))[0]!r}")
+            raise
     checks = [_check(part, names) for part in questions.split("\n? ")[1:]]
-    number = int(file.name[1:].partition("_")[0])
     return Lesson(
-        number, title, _fill(_joined(question), names), tuple(_page(part, names) for part in pages), names["close"],
+        int(file.name[1:].partition("_")[0]), title, _fill(_joined(question), names), tuple(pages), names["close"],
         (checks[0], checks[1], checks[2]), options,
     )
 
 
 def _page(source: str, names: dict[str, Any]) -> Page:
-    title, rest = source.split("\n", 1)
-    fields, text = _fields(rest)
-    text, *asked = text.split("\n\n? ")
-    return Page(
-        title, _fill(re.sub(r"^    ", "  ", text.strip("\n"), flags=re.M), names), fields.get("panel", ""),
-        fields.get("code", ""), names[fields["run"]] if "run" in fields else None,
-        _prediction(asked[0], names) if asked else None, names[fields["type_in"]] if "type_in" in fields else None,
-    )
+    head, _, text = source.partition("\n\n")
+    title, *lines = head.split("\n")
+    fields: dict[str, Any] = dict(line.split(": ", 1) for line in lines)
+    for name in fields.keys() & {"run", "type_in"}:
+        fields[name] = names[fields[name]]
+    text, *asked = text.strip("\n").split("\n\n? ")
+    predict = _prediction(asked[0], names) if asked else None
+    return Page(title, _fill(re.sub(r"^    ", "  ", text, flags=re.M), names), predict=predict, **fields)
 
 
 def _prediction(source: str, names: dict[str, Any]) -> Prediction:
@@ -76,17 +82,13 @@ def _prediction(source: str, names: dict[str, Any]) -> Prediction:
 
 
 def _check(source: str, names: dict[str, Any]) -> Check:
-    fields, question = _fields(source)
+    fields = {name: _joined(value) for name, value in FIELD.findall(source)}
 
     def answer(stage: Stage) -> str:
         return _fill(fields["answer"], {**names, "stage": stage})
 
-    return Check(_fill(_joined(question), names), fields["panel"], _fill(fields["see"], names), answer)
-
-
-def _fields(source: str) -> tuple[dict[str, str], str]:
-    """Returns the lines with a name, and the other text."""
-    return {name: _joined(value) for name, value in FIELD.findall(source)}, FIELD.sub("", source)
+    question = _fill(_joined(FIELD.sub("", source)), names)
+    return Check(question, fields["panel"], _fill(fields["see"], names), answer)
 
 
 def _joined(text: str) -> str:
