@@ -15,7 +15,10 @@ from minitui.teaching.stage import Stage
 from minitui.viewmodel.board import Candidate, Candidates
 
 SEED = 7
-UNKNOWN = "The blocks"  # the model has no reply to this prompt: several first tokens are likely
+# The model has no reply to such words: several first tokens are likely. How likely they are depends on its weights.
+PROMPTS = ("The blocks", "And the cache", "The tokens", "The model", "A step", "Hm")
+LARGEST, VISIBLE = 0.6, 0.02  # in the prompt that is taken: at most for the first token, at least for the fifth
+MIN_P = 0.1
 SHOWN = 8  # tokens in the panel
 COLUMNS = 5  # tokens in the text
 NAME_WIDTH = 21  # of a line of the table, which has at most 60 cells
@@ -54,7 +57,7 @@ def parse_settings(text: str) -> dict[str, Any]:
 async def temperatures(stage: Stage) -> Seen:
     """Draws at three temperatures. The answer: at SHARP, does the ratio of two probabilities stay (0), double (1), or
     is it multiplied by itself (2)?"""
-    ids, before = await _prompt(stage)
+    words, ids, before = await _prompt(stage)
     columns = list(before)[:COLUMNS]
     draws = [await _draw(stage, ids, before, temperature=heat) for heat in (1.0, SHARP, 2.0)]
     one, other = columns[0], columns[2]
@@ -65,7 +68,7 @@ async def temperatures(stage: Stage) -> Seen:
         for draw, ratio in zip(draws[:2], ratios, strict=False)
     ]
     return Seen(
-        _table(stage, columns, draws)
+        _table(stage, f"after “{words}”", columns, draws)
         + "\n\n" + "\n".join(lines)
         + f"\n\nAt temperature {SHARP:g}, the ratio is squared: {ratios[0]:.2g} × {ratios[0]:.2g} is about "
         f"{ratios[1]:.2g}.",
@@ -77,20 +80,20 @@ async def cuts(stage: Stage) -> Seen:
     """Draws with settings that cut tokens and with a bias, or with the settings that were typed. The answer: do the
     tokens that are kept stay as likely as before (0), grow by the same factor (1), or does only the likeliest grow
     (2)?"""
-    ids, before = await _prompt(stage)
+    words, ids, before = await _prompt(stage)
     columns = list(before)[:COLUMNS]
     if typed := parse_settings(stage.typed):
         draws = [await _draw(stage, ids, before, **settings) for settings in ({}, typed)]
-        return Seen(_table(stage, columns, draws))
+        return Seen(_table(stage, f"after “{words}”", columns, draws))
     draws = [
         await _draw(stage, ids, before, **settings)
-        for settings in ({}, {"top_k": KEPT}, {"top_p": 0.6}, {"min_p": 0.1}, {"logit_bias": {columns[-1]: BIAS}})
+        for settings in ({}, {"top_k": KEPT}, {"top_p": 0.6}, {"min_p": MIN_P}, {"logit_bias": {columns[-1]: BIAS}})
     ]
     growth = [[draw.now[t] / before[t] for t in columns if t in draw.now] for draw in draws if draw.title[:5] in CUT]
     alike = all(max(some) / min(some) < 1 + EQUAL for some in growth)
     grown = [[factor > 1 + EQUAL for factor in some] for some in growth]
     return Seen(
-        _table(stage, columns, draws)
+        _table(stage, f"after “{words}”", columns, draws)
         + "\n\nIn each line with a cut, all kept tokens grew by the same factor. Their sum is 1 again.",
         1 if alike and all(map(all, grown)) else 0 if not any(map(any, grown)) else 2,
     )
@@ -107,16 +110,23 @@ async def likeliest(stage: Stage, ids: list[int], **settings: Any) -> tuple[dict
 
 
 async def show_draw(stage: Stage, **settings: Any) -> None:
-    """Draws the first token of the reply to UNKNOWN, and shows the draw."""
-    ids, before = await _prompt(stage)
+    """Draws the first token of the reply to a prompt of PROMPTS, and shows the draw."""
+    _, ids, before = await _prompt(stage)
     await _draw(stage, ids, before, **settings)
 
 
-async def _prompt(stage: Stage) -> tuple[list[int], dict[int, float]]:
-    """Returns the ids of the prompt, and the probabilities of the likeliest tokens after it, without settings."""
+async def _prompt(stage: Stage) -> tuple[str, list[int], dict[int, float]]:
+    """Returns the first prompt of PROMPTS after which several tokens are likely and MIN_P would cut some of those that
+    are shown (else the last prompt), its ids, and the probabilities of the likeliest tokens after it, without
+    settings."""
     assert stage.chats.codec is not None
-    ids = stage.chats.codec.apply_chat_template([{"role": "user", "content": UNKNOWN}], add_generation_prompt=True)
-    return ids, (await likeliest(stage, ids))[0]
+    for words in PROMPTS:
+        ids = stage.chats.codec.apply_chat_template([{"role": "user", "content": words}], add_generation_prompt=True)
+        before = (await likeliest(stage, ids))[0]
+        shares = list(before.values())
+        if shares[0] <= LARGEST and shares[COLUMNS - 1] >= VISIBLE and shares[SHOWN - 1] < MIN_P * shares[0]:
+            break
+    return words, ids, before
 
 
 async def _draw(stage: Stage, ids: list[int], before: dict[int, float], **settings: Any) -> Draw:
@@ -145,9 +155,9 @@ def text_of(stage: Stage, token: int) -> str:
     return stage.chats.codec.decode([token], skip_special_tokens=False)
 
 
-def _table(stage: Stage, columns: Sequence[int], draws: Sequence[Draw]) -> str:
-    """Returns a line for each draw, with the probabilities of the tokens of `columns`."""
-    lines = [f"   {'':<{NAME_WIDTH}}" + "".join(f"{_heading(stage, token):>{COLUMN}}" for token in columns)]
+def _table(stage: Stage, head: str, columns: Sequence[int], draws: Sequence[Draw]) -> str:
+    """Returns a line for each draw, with the probabilities of the tokens of `columns`; `head` is over the names."""
+    lines = [f"   {head:<{NAME_WIDTH}}" + "".join(f"{_heading(stage, token):>{COLUMN}}" for token in columns)]
     for draw in draws:
         shares = [
             _share(draw.now[token]) if token in draw.now else "cut" if len(draw.now) < MAX_LOGPROBS else "-"

@@ -11,7 +11,7 @@ from engine.errors import EngineError
 from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from minitui.teaching.lessons import bars
-from minitui.teaching.lessons.bars import KEPT, SEED, show_draw, text_of
+from minitui.teaching.lessons.bars import KEPT, MIN_P, SEED, VISIBLE, show_draw, text_of
 from minitui.teaching.lessons.page import Seen, TypeIn
 from minitui.teaching.lessons.written import read_lesson
 from minitui.teaching.stage import Stage
@@ -27,7 +27,6 @@ PENALTIES: dict[str, dict[str, Any]] = {
 }
 LEAST, MOST = 4, 8  # words that are written before the probabilities are compared
 SEEDS = 40  # that are tried
-VISIBLE = 0.02  # each word is at least as likely without a penalty
 
 Shares = dict[int, float]  # token -> probability
 
@@ -93,7 +92,6 @@ HOT = 2.5  # the temperature of the replies with a seed
 REPLY, GIVEN = 6, 3  # tokens of such a reply, and of its beginning that becomes part of a prompt
 TIMES = 3  # in the prediction, how much likelier one token is than another
 CLOSING = {"top_k": KEPT}
-MIN_P = 0.1  # of a closing question
 
 
 async def draw(stage: Stage, seed: int, given: Sequence[int] = ()) -> list[int]:
