@@ -67,11 +67,9 @@ class GpuRows:
         return self._row("batch 1", took, "ms/token", least, self._host(1))
 
     def batch(self, n: int) -> Iterator[Row]:
-        """Measures two rows for n requests with 128 prompt tokens and replies of 256 tokens.
-
-        The first row measures only decoding: 255 tokens of each reply / (time for 256 tokens - time for 1 token). The
-        second row includes the prompts: all tokens of the replies / whole time.
-        """
+        """Measures two rows for n requests with 128 prompt tokens and replies of 256 tokens. The first row measures
+        only decoding: 255 tokens of each reply / (time for 256 tokens - time for 1 token). The second row includes the
+        prompts: all tokens of the replies / whole time."""
         prompts, work, decoded = [128] * n, self._work, n * (REPLY - 1)
         one = self._median(lambda: seconds(self._llm, self._prompts(prompts), greedy(1)))
         self._llm.engine.log.drain()
@@ -97,10 +95,8 @@ class GpuRows:
         return self._row("prefill 16 x 4,096", sum(lengths) / took, "tok/s", most)
 
     def mixed(self) -> Iterator[Row]:
-        """Measures reply tokens / time, and the waste, for 256 requests at once.
-
-        The lengths of prompts and replies are uniformly distributed from 100 to 1,024 tokens.
-        """
+        """Measures reply tokens / time, and the waste, for 256 requests at once. The lengths of prompts and replies are
+        uniformly distributed from 100 to 1,024 tokens."""
         rng = np.random.default_rng(0)
         lengths, outputs = (rng.integers(100, 1025, 256).tolist() for _ in range(2))
         params: list[SamplingParams] = [greedy(n) for n in outputs]

@@ -115,10 +115,8 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int = REP
 
 
 def write_config(size: str, directory: Path) -> Path:
-    """Writes the config.json of a Qwen3 model of this size; returns its directory.
-
-    A model with random weights needs no other file.
-    """
+    """Writes the config.json of a Qwen3 model of this size; returns its directory. A model with random weights needs no
+    other file."""
     hidden, inner, layers, heads, tied = SIZES[size]
     config = QWEN3 | {
         "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
@@ -135,8 +133,7 @@ def write_config(size: str, directory: Path) -> Path:
 @dataclass(frozen=True)
 class Work:
     """The minimum bytes and operations of a model's steps: every weight, key and value is read once, and a recurrent
-    state is read and written once.
-    """
+    state is read and written once."""
 
     body: int  # number of weights in all layers' matrices, without experts
     head: int  # number of weights in the output matrix
@@ -153,11 +150,8 @@ class Work:
 
     @staticmethod
     def of(config: ModelConfig, itemsize: int, weights: tuple[float, float] | None = None) -> Work:
-        """Returns the work of a model.
-
-        `itemsize`: bytes of a number in the KV cache. `weights`: bytes of a weight of the layers, and of the output
-        matrix; None: `itemsize`.
-        """
+        """Returns the work of a model. `itemsize`: bytes of a number in the KV cache. `weights`: bytes of a weight of
+        the layers, and of the output matrix; None: `itemsize`."""
         c, d, e = config, config.head_dim, config.experts
         each, head_each = weights or (itemsize, itemsize)
         expert_layers = sum(e.layers) if e else 0
@@ -184,9 +178,7 @@ class Work:
 
     def prefill(self, limits: Limits, lengths: list[int], cached: int = 0) -> float:
         """Returns the minimum seconds to compute prompts of these lengths, and to draw one token for each prompt.
-
-        `cached`: tokens of each prompt that are in the cache.
-        """
+        `cached`: tokens of each prompt that are in the cache."""
         tokens = sum(lengths) - cached * len(lengths)
         pairs = sum((n - cached) * (n + cached + 1) / 2 for n in lengths)
         return self._seconds(limits, tokens, len(lengths), cached * len(lengths), pairs)

@@ -76,10 +76,8 @@ async def find_rate(
     options: LoadOptions, say: Callable[[str], None], measure: Callable[..., Awaitable[dict[str, Any]]] = measure
 ) -> dict[str, Any]:
     """Returns the highest rate at which the share of requests within the goals is `options.share`, and each trial.
-
     Doubles or halves the rate until the goals hold at one and are missed at the other, then halves the interval until
-    its ends differ by 5 %.
-    """
+    its ends differ by 5 %."""
     holds, missed, trials, rate = 0.0, math.inf, list[dict[str, Any]](), options.rate
     while len(trials) < MOST_TRIALS and missed > holds * PRECISION:
         figures = await measure(replace(options, rate=rate, json=True), len(trials))

@@ -221,10 +221,8 @@ def run_alone() -> NoReturn:
 def run(
     options: type[Any], action: Callable[[Any], None], arguments: Sequence[str] | None, name: str, help: str
 ) -> NoReturn:
-    """Parses `arguments` (None: the arguments of this process), calls `action` with the options, and exits.
-
-    `options` is a dataclass: each field is an option, declared as `Annotated[type, typer.Option(...)]`.
-    """
+    """Parses `arguments` (None: the arguments of this process), calls `action` with the options, and exits. `options`
+    is a dataclass: each field is an option, declared as `Annotated[type, typer.Option(...)]`."""
 
     def command(**given: Any) -> None:
         action(options(**given))

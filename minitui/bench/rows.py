@@ -19,11 +19,8 @@ from engine.trace.waste import waste_of
 
 @dataclass(frozen=True)
 class Row:
-    """A measured value.
-
-    `limit`: the best value that the machine's limits allow. `other`: the value of another engine. `ratio`: the median
-    of value / other, if both were measured in pairs.
-    """
+    """A measured value. `limit`: the best value that the machine's limits allow. `other`: the value of another engine.
+    `ratio`: the median of value / other, if both were measured in pairs."""
 
     name: str
     value: float
@@ -129,10 +126,8 @@ def waste_rows(name: str, state: State, records: list[Record]) -> Iterator[Row]:
 
 
 def decode_steps(records: list[Record]) -> StepTimes | None:
-    """Returns the median times of the decode steps in these records, without the first five steps.
-
-    Returns None if fewer than five steps are left.
-    """
+    """Returns the median times of the decode steps in these records, without the first five steps. Returns None if
+    fewer than five steps are left."""
     times = (named(record) for record in records if kind_of(record) == "time")
     found = [time for time in times if time.work == "decode"][5:]
     if len(found) < 5:

@@ -65,10 +65,8 @@ def ask(
 async def ask_source(
     source: Source, question: str, system: str, sampling: Sampling, as_json: bool, load: Callable[..., Any] = load_codec
 ) -> int:
-    """Starts the engine, asks the question and prints the answer; returns the exit code.
-
-    Raises EngineError if the answer fails.
-    """
+    """Starts the engine, asks the question and prints the answer; returns the exit code. Raises EngineError if the
+    answer fails."""
     status = Status(sys.stderr)
     try:
         try:

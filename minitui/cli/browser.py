@@ -26,9 +26,7 @@ def in_browser(
     context: typer.Context, opening: dict[str, Any], own_engine: bool = True, without: frozenset[str] = frozenset()
 ) -> WebSettings | None:
     """Returns the settings of --web; None without this option. Raises BadParameter if options exclude each other.
-
-    `own_engine`: each application has an engine. `without`: names of options that the applications do not get.
-    """
+    `own_engine`: each application has an engine. `without`: names of options that the applications do not get."""
     from minitui.server.origins import check_names
     from minitui.web.settings import TABS, TABS_WITH_ENGINES, WebSettings
 

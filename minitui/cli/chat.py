@@ -95,11 +95,9 @@ def chat(
 def connect_to(
     urls: list[str], key: str, model: str | None, system: str | None, record: bool
 ) -> tuple[Source, Choice, type[MinituiApp] | None]:
-    """Returns the source for one or several servers, their model, and the application class (None: MinituiApp).
-
-    The data parallel ranks of vLLM are several servers. If all of several servers send minitui's records, they receive
-    token ids, else texts. `record`: the caller will record the source. Raises EngineError.
-    """
+    """Returns the source for one or several servers, their model, and the application class (None: MinituiApp). The
+    data parallel ranks of vLLM are several servers. If all of several servers send minitui's records, they receive
+    token ids, else texts. `record`: the caller will record the source. Raises EngineError."""
     from minitui.sources.openai import OpenAISource
     from minitui.sources.remote import RemoteSource
     from minitui.sources.remote_checks import probe, probe_all
@@ -147,11 +145,9 @@ def connect_to(
 
 
 def for_one_user(model: str | None, engine: dict[str, Any]) -> dict[str, Any]:
-    """Returns the engine options with a small pool for the bundled model, unless the user chose one.
-
-    The pool holds one conversation of maximum length. In a pool as large as memory allows, the few blocks of a chat
-    with this small model could not be seen.
-    """
+    """Returns the engine options with a small pool for the bundled model, unless the user chose one. The pool holds one
+    conversation of maximum length. In a pool as large as memory allows, the few blocks of a chat with this small model
+    could not be seen."""
     if model is not None or engine["kv_blocks"] is not None:
         return engine
     return {**engine, "kv_tokens": TUTOR_KV_TOKENS}

@@ -72,9 +72,7 @@ def _modified(path: Path) -> float:
 
 def make_sampling(options: dict[str, Any], defaults: settings_file.ChatSettings) -> Sampling:
     """Returns the sampling options. The command line overrides the settings; the settings override the checkpoint.
-
-    Raises InvalidRequest for an invalid value.
-    """
+    Raises InvalidRequest for an invalid value."""
     given = {name: value for name, value in options.items() if value is not None}
     sampling = Sampling(**{name: getattr(defaults, name) for name in OPTIONS} | given)
     sampling.params({}).validate(LARGEST)

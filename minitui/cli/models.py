@@ -134,11 +134,9 @@ def examine_gguf(name: str, file: Path, machine: Machine) -> Model:
 
 
 def fit(config: ModelConfig, machine: Machine, checkpoint: Path | None = None) -> str:
-    """Returns "yes" with the kind of weights that the engine chooses, or what does not fit into memory.
-
-    On a CPU, also the least time of a token: that in which the weights are read. `checkpoint`: its directory; None: one
-    in which all matrices of the layers are quantised, if any is.
-    """
+    """Returns "yes" with the kind of weights that the engine chooses, or what does not fit into memory. On a CPU, also
+    the least time of a token: that in which the weights are read. `checkpoint`: its directory; None: one in which all
+    matrices of the layers are quantised, if any is."""
     import torch
 
     from engine.config import EngineConfig

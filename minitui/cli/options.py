@@ -23,10 +23,8 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def valid_text(value: str | None) -> str | None:
-    """Returns the argument with a "?" for each byte that is not UTF-8.
-
-    Python passes these bytes as lone surrogates, which no tokenizer accepts.
-    """
+    """Returns the argument with a "?" for each byte that is not UTF-8. Python passes these bytes as lone surrogates,
+    which no tokenizer accepts."""
     return value and value.encode("utf-8", "replace").decode()
 
 
@@ -171,10 +169,8 @@ GROUPS = {
 
 
 def with_options(*groups: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Returns a decorator that adds groups of options after the command's own options.
-
-    The command receives each group as one dictionary.
-    """
+    """Returns a decorator that adds groups of options after the command's own options. The command receives each group
+    as one dictionary."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)

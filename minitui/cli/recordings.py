@@ -160,10 +160,8 @@ def run_replay(trace: str, speed: float | None, looks: dict[str, Any]) -> int:
 
 
 def run_export(trace: str | Path, kind: str, out: Path | None, step: int | None, size: str, theme: str | None) -> Path:
-    """Exports a recording; returns the path of the written file.
-
-    If `out` is None, the file is beside the recording, or in the working directory for a bundled recording.
-    """
+    """Exports a recording; returns the path of the written file. If `out` is None, the file is beside the recording, or
+    in the working directory for a bundled recording."""
     from minitui.export import PICTURES, SUFFIXES, export
     from minitui.trace.bundled import find_trace, is_bundled
 

@@ -150,9 +150,7 @@ async def tail_live(
     load: Any = load_codec, *, kind: str = "steps",
 ) -> int:
     """Starts the engine, asks the questions one after the other in one chat, and prints the records and answers.
-
-    Returns the exit code. kind: as in `teller_for`.
-    """
+    Returns the exit code. kind: as in `teller_for`."""
     from minitui.viewmodel.view import View
 
     try:

@@ -166,9 +166,7 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
 @contextmanager
 def _unrounded(model: Any) -> Iterator[None]:
     """Within this context, a float64 model of transformers computes norms and softmax in float64, not in float32.
-
-    Rotary angles stay in float32, as they are in the engine.
-    """
+    Rotary angles stay in float32, as they are in the engine."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -197,10 +195,8 @@ def _unrounded(model: Any) -> Iterator[None]:
 
 
 def _loaded(directory: Path, config: Any, **options: Any) -> Any:
-    """Returns the model of transformers. It gets the expanded matrices of a quantised checkpoint.
-
-    transformers would need further packages, and a GPU, to compute with the quantised matrices.
-    """
+    """Returns the model of transformers. It gets the expanded matrices of a quantised checkpoint. transformers would
+    need further packages, and a GPU, to compute with the quantised matrices."""
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 

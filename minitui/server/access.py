@@ -166,10 +166,8 @@ class Guard:
         notice(self.service.held)
 
     async def _read_body(self, headers: Headers, receive: Receive) -> Receive:
-        """Read the body, within the limits of time and of its decompressed size.
-
-        Returns a `receive` that delivers the decompressed body.
-        """
+        """Read the body, within the limits of time and of its decompressed size. Returns a `receive` that delivers the
+        decompressed body."""
         limit = self.settings.max_body
         announced = headers.get("content-length", "")
         if announced.isdigit() and int(announced) > limit:

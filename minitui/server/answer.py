@@ -114,11 +114,9 @@ class Answer:
         self, prompts: list[list[int]], params: SamplingParams, group: str = "", field: str = "prompt",
         names: Mapping[str, str] | None = None, **options: Any,
     ) -> None:
-        """Queue `params.n` sequences for each prompt; returns when the engine has accepted all of them.
-
-        `field`: the prompt's field in the request; `names`: the engine's field name -> the request's field name;
-        `options`: further arguments of EngineClient.submit.
-        """
+        """Queue `params.n` sequences for each prompt; returns when the engine has accepted all of them. `field`: the
+        prompt's field in the request; `names`: the engine's field name -> the request's field name; `options`: further
+        arguments of EngineClient.submit."""
         self._constraint = (names or {}).get(params.constraint or "", params.constraint or "")
         try:
             self.service.check(prompts, params, field)
@@ -147,10 +145,8 @@ class Answer:
     # ---- the response
 
     async def respond(self, request: Request) -> Response:
-        """Returns an event stream or one JSON object. If the caller disconnects, the sequences are ended.
-
-        An error before the event stream begins sets the HTTP status.
-        """
+        """Returns an event stream or one JSON object. If the caller disconnects, the sequences are ended. An error
+        before the event stream begins sets the HTTP status."""
         streaming = False
         self._owner = owner_of(request)
         try:
@@ -310,10 +306,8 @@ class OpenAIAnswer(Answer):
         return event({**self._head, "object": self.chunk_object, "choices": []}).removesuffix(b"]}\n\n")
 
     def text_chunk(self, index: int, field: str) -> bytes:
-        """Returns the event of a choice that only has new text. `field`: this part of the choice, as JSON.
-
-        Equal to `chunk`, in a tenth of its time: most events differ in their text only.
-        """
+        """Returns the event of a choice that only has new text. `field`: this part of the choice, as JSON. Equal to
+        `chunk`, in a tenth of its time: most events differ in their text only."""
         choice = f'{{"index":{index},{field},"logprobs":null,"finish_reason":null}}]}}\n\n'
         return self._before_choices + choice.encode("ascii")
 

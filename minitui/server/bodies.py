@@ -104,10 +104,8 @@ def _invalid(error: ValidationError, value: Any) -> NoReturn:
 
 
 class Inflater:
-    """Turns the pieces of a body as sent into its bytes. Without Content-Encoding, they are the same.
-
-    It works piece by piece: a small, dense body holds neither the memory nor the event loop.
-    """
+    """Turns the pieces of a body as sent into its bytes. Without Content-Encoding, they are the same. It works piece by
+    piece: a small, dense body holds neither the memory nor the event loop."""
 
     def __init__(self, headers: Headers) -> None:
         coding = headers.get("content-encoding", "identity").strip().lower()

@@ -138,10 +138,8 @@ def _detect_dead_peers(listening: socket.socket) -> None:
 
 
 def gather_keys(api: list[str], chat: list[str], watch: list[str]) -> dict[str, Role]:
-    """Returns API key -> role. The keys of a role come from its option, or else from its environment variable.
-
-    Process lists show options, but not environment variables.
-    """
+    """Returns API key -> role. The keys of a role come from its option, or else from its environment variable. Process
+    lists show options, but not environment variables."""
     keys: dict[str, Role] = {}
     given = ((watch, Role.WATCH, "WATCH"), (chat, Role.CHAT, "CHAT"), (api, Role.CONTROL, "API"))
     for options, role, name in given:

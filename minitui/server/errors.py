@@ -150,11 +150,9 @@ def _describe(error: RequestValidationError) -> ApiError:
 
 
 def _field(location: Sequence[str | int], body: Any, missing: bool) -> list[str]:
-    """Returns the path of the field at this location; empty for the whole body.
-
-    The parts of the location that are in the body, and the last part if it is missing there, are names that the caller
-    knows. Other parts are pydantic's names for the types that it tried.
-    """
+    """Returns the path of the field at this location; empty for the whole body. The parts of the location that are in
+    the body, and the last part if it is missing there, are names that the caller knows. Other parts are pydantic's
+    names for the types that it tried."""
     kind, *names = location
     parts: list[str] = []
     for place, name in enumerate(names, 1):

@@ -16,10 +16,8 @@ AUTHORITY = re.compile(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,255}))(?
 
 
 def authority(text: str) -> tuple[str, str] | None:
-    """Returns (name, port or "") from a Host header; None if the header is not an address.
-
-    The name is in lower case, without brackets and without a final dot.
-    """
+    """Returns (name, port or "") from a Host header; None if the header is not an address. The name is in lower case,
+    without brackets and without a final dot."""
     found = AUTHORITY.fullmatch(text)
     if found is None:
         return None

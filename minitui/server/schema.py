@@ -124,11 +124,9 @@ class Sampled(with_parameters(Body, BODY)):  # type: ignore[misc]
         self, max_tokens: int | None, defaults: dict[str, Any],
         constraints: Sequence[Constraint] = (), **more: Any,
     ) -> SamplingParams:
-        """Returns the engine's parameters. `defaults`: the checkpoint's generation_config.
-
-        `constraints`: further constraints of the reply. `more`: fields of SamplingParams that take precedence over the
-        request; a value of None is ignored.
-        """
+        """Returns the engine's parameters. `defaults`: the checkpoint's generation_config. `constraints`: further
+        constraints of the reply. `more`: fields of SamplingParams that take precedence over the request; a value of
+        None is ignored."""
         chosen: dict[str, Any] = {key: value for key, value in defaults.items() if value is not None}
         chosen |= {name: value for name in BODY if (value := getattr(self, name)) is not None}
         if self.logit_bias:

@@ -286,11 +286,8 @@ class Service:
 
     @contextlib.contextmanager
     def admit(self, sequences: int) -> Iterator[None]:
-        """Reserve places for this many sequences while the `with` block runs.
-
-        Raises ApiError 429 if too few places are free, ApiError 400 if the server never has that many places, and the
-        errors of `check_ready`.
-        """
+        """Reserve places for this many sequences while the `with` block runs. Raises ApiError 429 if too few places are
+        free, ApiError 400 if the server never has that many places, and the errors of `check_ready`."""
         self.check_ready()
         if sequences > self.capacity:
             raise ApiError(
@@ -334,9 +331,7 @@ class Service:
     @contextlib.asynccontextmanager
     async def compilation(self, owner: str) -> AsyncIterator[None]:
         """Wait for the place in which an API key compiles one grammar at a time. Raises ApiError 429 if it takes long.
-
-        So the grammars of one key, however costly, leave the other processes free for the other keys.
-        """
+        So the grammars of one key, however costly, leave the other processes free for the other keys."""
         lock = self._compiling.setdefault(owner, asyncio.Lock())
         try:
             async with asyncio.timeout(COMPILE_WAIT_S):
@@ -358,10 +353,8 @@ class Service:
         return user or chat
 
     def check_model(self, name: str | None) -> str:
-        """Returns the name of the model in the answer to a request for the model `name`.
-
-        None and "default" stand for the first name. Raises ApiError 404 if the model does not have this name.
-        """
+        """Returns the name of the model in the answer to a request for the model `name`. None and "default" stand for
+        the first name. Raises ApiError 404 if the model does not have this name."""
         if name in (None, "default"):
             return self.model
         if name not in self.names:

@@ -36,10 +36,8 @@ def failure(error: ApiError) -> bytes:
 
 class EventStream(Response):
     """Sends each frame immediately. The stream ends early if the caller disconnects or reads nothing for `stalled_s`.
-
     `on_end` is always called at the end, to free resources. For an exception in `frames`, the result of `on_error` is
-    sent, because the status has already been sent.
-    """
+    sent, because the status has already been sent."""
 
     media_type = "text/event-stream"
 

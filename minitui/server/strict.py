@@ -105,10 +105,8 @@ class Strict(BaseModel):
 
 
 class Open(Strict):
-    """A part of a request whose unknown fields are ignored.
-
-    These are parts that clients send back as they got them from this or another server, with its additions.
-    """
+    """A part of a request whose unknown fields are ignored. These are parts that clients send back as they got them
+    from this or another server, with its additions."""
 
     refuses_unknown: ClassVar[bool] = False
 

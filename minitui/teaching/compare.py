@@ -34,10 +34,8 @@ class Outcome:
 
 async def run_contrast(contrast: Contrast, stage: Stage) -> Outcome:
     """Does the work under both settings, each in a new engine, with `stage.view.earlier` as the first run at the end.
-
     Both are done once before, and not counted: the first steps in a process are slower, which would favour the second
-    setting.
-    """
+    setting."""
     outcome = Outcome()
     for prefix in (WARM_UP, ""):
         for setting in contrast.settings:
@@ -71,9 +69,7 @@ def save_copies(recordings: Iterable[tuple[str, Path]], prefix: Path) -> list[Pa
 
 class TracesOfRuns:
     """The recordings of the two runs, in a temporary directory until they are saved; or at `record`, where they stay.
-
-    `source` records an engine that `run_contrast` replaces four times: the last two files are the two runs.
-    """
+    `source` records an engine that `run_contrast` replaces four times: the last two files are the two runs."""
 
     def __init__(self, record: Path | None = None) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="minitui-compare-")

@@ -31,10 +31,8 @@ NAMES = ("Oslo", "Lima", "Cairo")
 
 async def three_chats(stage: Stage, lines: int) -> list[dict[str, Any]]:
     """Runs three chats, one after the other, with one system prompt and different questions; returns their metrics.
-
     `lines`: notes in the system prompt. Two metrics are added: "first_ms", the time to the first token, and "again_ms",
-    that of the tokens that were computed again because no checkpoint was nearer (None: unknown).
-    """
+    that of the tokens that were computed again because no checkpoint was nearer (None: unknown)."""
     found = []
     for name in NAMES:
         session = stage.chat(f"{stage.system} {notes(lines)}", name, max_tokens=4, whole=True)

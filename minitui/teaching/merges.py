@@ -26,10 +26,8 @@ class Merge:
 
 
 def merges(tokenizer: Tokenizer, text: str) -> tuple[tuple[bytes, ...], list[Merge]]:
-    """Returns the text's bytes, one by one, and the merges that make its tokens from them.
-
-    Raises EngineError if the tokenizer does not use byte-level BPE, or if the merges do not give its own tokens.
-    """
+    """Returns the text's bytes, one by one, and the merges that make its tokens from them. Raises EngineError if the
+    tokenizer does not use byte-level BPE, or if the merges do not give its own tokens."""
     source = tokenizer.to_json()
     model = json.loads(source)["model"]
     cutter = tokenizers.Tokenizer.from_str(source).pre_tokenizer

@@ -202,9 +202,7 @@ class Stage(Driver):
 
     async def begin_run(self, name: str, first: bool = False) -> None:
         """Begins a run. The panel of two runs (minitui/tui/widgets/side_by_side.py) shows it below the run before it.
-
-        `first`: there is no run before it. The second run is in the same engine, or in the next (`other_engine`).
-        """
+        `first`: there is no run before it. The second run is in the same engine, or in the next (`other_engine`)."""
         await self._end_run()
         if first:
             self.view.earlier = None

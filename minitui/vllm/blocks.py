@@ -115,10 +115,8 @@ class Blocks:
         self, request: int, tokens: Tokens, computed: int, table: list[int], others: list[list[int]] | None = None
     ) -> None:
         """Give an admitted request its table, and in `others` those of the other groups. The first `computed` tokens
-        are cached.
-
-        The tree may not have them: vLLM cached them before the last `whole` message, or a connector loaded them.
-        """
+        are cached. The tree may not have them: vLLM cached them before the last `whole` message, or a connector loaded
+        them."""
         whole = computed // self.size
         cut = self._cut(request, tokens, computed) if self.sides is not None and self.caching else None
         self.restore(request, tokens, table[:whole], whole)
@@ -168,11 +166,9 @@ class Blocks:
             self.write("finish", NOBODY, "stop", 0)
 
     def _node_at(self, blocks: list[int]) -> int:
-        """Returns the node whose path has exactly these blocks; splits a node if necessary.
-
-        vLLM takes the oldest of equal blocks. The tree may have a younger one: a `whole` message leaves out the cached
-        blocks that no request holds, so vLLM knows older ones. Then the older block takes the younger one's place.
-        """
+        """Returns the node whose path has exactly these blocks; splits a node if necessary. vLLM takes the oldest of
+        equal blocks. The tree may have a younger one: a `whole` message leaves out the cached blocks that no request
+        holds, so vLLM knows older ones. Then the older block takes the younger one's place."""
         state = self.state
         node = state.node_of[blocks[-1]]
         path: list[int] = []

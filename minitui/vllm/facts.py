@@ -82,11 +82,9 @@ def _kind(manager: Any) -> str:
 
 
 def describe_groups(managers: list[Any], max_model_len: int) -> list[dict[str, Any]]:
-    """Returns what the watcher must know about the groups beside the first one with full attention.
-
-    name; kind: "window" or "state" (another group with full attention is a window of the longest text); window: tokens;
-    chunk: tokens of a chunk of local attention, else 0; size: tokens of a block. Their blocks are in one pool.
-    """
+    """Returns what the watcher must know about the groups beside the first one with full attention. name; kind:
+    "window" or "state" (another group with full attention is a window of the longest text); window: tokens; chunk:
+    tokens of a chunk of local attention, else 0; size: tokens of a block. Their blocks are in one pool."""
     groups: list[dict[str, Any]] = []
     for manager in managers:
         spec, kind = manager.kv_cache_spec, _kind(manager)
@@ -116,10 +114,8 @@ def describe_hits(scheduler: Scheduler, managers: list[Any]) -> dict[str, Any]:
 
 
 def describe(scheduler: Scheduler, managers: list[Any]) -> dict[str, Any]:
-    """Returns facts about the engine, with the names of minitui's own. Raises EngineError if a port is not valid.
-
-    A dense model's config has only one rank left; data_parallel_index is the rank nevertheless.
-    """
+    """Returns facts about the engine, with the names of minitui's own. Raises EngineError if a port is not valid. A
+    dense model's config has only one rank left; data_parallel_index is the rank nevertheless."""
     config = scheduler.vllm_config
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     served = model.served_model_name

@@ -38,9 +38,7 @@ def _is_address(text: str) -> bool:
 @dataclass(frozen=True)
 class Found:
     """`events`: for `endpoints`; empty: none. `ranks`: the data parallel ranks that publish. `tried`: as a sentence.
-
-    `second`: the address of rank 1.
-    """
+    `second`: the address of rank 1."""
 
     events: str
     ranks: int
@@ -50,9 +48,7 @@ class Found:
 
 async def find_events(url: str, key: str = "") -> Found:
     """Looks for KV events where SGLang says that it publishes them, and else on the usual ports of the server's host.
-
-    ZeroMQ's handshake tells whether a port is a publisher's. `key`: of the server.
-    """
+    ZeroMQ's handshake tells whether a port is a publisher's. `key`: of the server."""
     host = urlsplit(normalise(url)).hostname or ""
     address = f"tcp://{f'[{host}]' if ':' in host else host}"
     told = await _told_by_sglang(normalise(url), key)
@@ -73,9 +69,7 @@ async def find_events(url: str, key: str = "") -> Found:
 
 async def _told_by_sglang(url: str, key: str) -> tuple[int, int, int] | None:
     """Returns the first port, the number of ranks and the port of the replay (0: none); None: SGLang says nothing.
-
-    Without this, a port after the last one may be taken for one more rank: SGLang may publish its load there.
-    """
+    Without this, a port after the last one may be taken for one more rank: SGLang may publish its load there."""
     client = open_client(url, key)
     told: Any = None
     with contextlib.suppress(httpx.HTTPError, OSError, EngineError, LookupError, TypeError):

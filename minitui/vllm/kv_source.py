@@ -75,10 +75,8 @@ class KvSource(OpenAISource):
     """The cached texts of one server. `texts`: decodes the tokens."""
 
     def __init__(self, url: str, events: str, key: str = "", tokenizer: str = "", note: str = "") -> None:
-        """`events`: see `endpoints`. `tokenizer`: a directory or a name on the hub; empty: the server's model.
-
-        `note`: a sentence about the events, for the panels.
-        """
+        """`events`: see `endpoints`. `tokenizer`: a directory or a name on the hub; empty: the server's model. `note`:
+        a sentence about the events, for the panels."""
         super().__init__(url, key)
         self.events, self.replay = endpoints(events)
         self.texts = Texts(None)
@@ -140,10 +138,8 @@ class KvSource(OpenAISource):
     # ---- messages
 
     def _returned(self) -> None:
-        """The server was away: it may have begun again.
-
-        Without a replay, older texts would be lost, so the tree begins again only if the publisher was away, too.
-        """
+        """The server was away: it may have begun again. Without a replay, older texts would be lost, so the tree begins
+        again only if the publisher was away, too."""
         if self.replay and self._listening is not None:
             self._listening.cancel()
             self._begin_again("the server was away")

@@ -33,11 +33,9 @@ class Ports:
 
 
 def ports_of(arguments: list[str], chosen: str | None = None, rank: int = 0, local_rank: int = 0) -> Ports:
-    """Returns the ports. Raises EngineError if they are not ports.
-
-    `arguments`: the command line of vLLM's server; its engine processes have it, too. `chosen`:
-    MINITUI_TELEMETRY_PORT. `rank` and `local_rank`: of the engine, among all ranks and among those of this machine.
-    """
+    """Returns the ports. Raises EngineError if they are not ports. `arguments`: the command line of vLLM's server; its
+    engine processes have it, too. `chosen`: MINITUI_TELEMETRY_PORT. `rank` and `local_rank`: of the engine, among all
+    ranks and among those of this machine."""
     options = options_of(arguments)
     api, ranks = _number(options, "--port", VLLM_PORT), _local_ranks(options)
     first = api + 1
@@ -67,9 +65,7 @@ def _local_ranks(options: dict[str, list[str]]) -> int:
 
 def key_variables(arguments: list[str], environment: Mapping[str, str]) -> dict[str, str]:
     """Returns vLLM's own API keys as variables of the watcher; nothing if the operator chose other keys, or none.
-
-    `arguments`: the command line of vLLM's server; `environment`: its variables.
-    """
+    `arguments`: the command line of vLLM's server; `environment`: its variables."""
     if any(environment.get(f"MINITUI_{kind}_KEY") for kind in ("API", "CHAT", "WATCH")):
         return {}
     keys = options_of(arguments).get("--api-key") or environment.get("VLLM_API_KEY", "").split()
@@ -82,10 +78,8 @@ def _number(options: dict[str, list[str]], name: str, default: int) -> int:
 
 
 def options_of(arguments: list[str]) -> dict[str, list[str]]:
-    """Returns the options with the words that follow them.
-
-    Like vLLM, reads NAME VALUE, NAME=VALUE, underscores and --config FILE.
-    """
+    """Returns the options with the words that follow them. Like vLLM, reads NAME VALUE, NAME=VALUE, underscores and
+    --config FILE."""
     options: dict[str, list[str]] = {}
     words: list[str] = []
     for word in arguments:

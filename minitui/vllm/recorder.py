@@ -249,11 +249,9 @@ class Recorder:
         return found
 
     def _check(self) -> tuple[Any, ...]:
-        """Returns vLLM's own numbers, which the watcher compares with its state.
-
-        They are the number of free blocks, every block table, and a checksum of every request's tokens; with several
-        groups, also the tables of the others, and their cached blocks.
-        """
+        """Returns vLLM's own numbers, which the watcher compares with its state. They are the number of free blocks,
+        every block table, and a checksum of every request's tokens; with several groups, also the tables of the others,
+        and their cached blocks."""
         tables = {
             id: [block.block_id for block in blocks] for id, blocks in self._manager.req_to_blocks.items() if blocks
         }

@@ -205,9 +205,7 @@ class SideGroups:
 
     def explain(self, tokens: Tokens, most: int, unit: int) -> tuple[int, int, Side | None]:
         """Returns what the tree has of a prompt, what all groups can serve, and the group that cuts the hit, if any.
-
-        `most`: the largest hit. A hit is a multiple of `unit` tokens.
-        """
+        `most`: the largest hit. A hit is a multiple of `unit` tokens."""
         depth = self.depth(tokens, most) // unit * unit
         able = [side.serves(depth // side.size, tokens) for side in self.all]
         sizes = [side.size for side in self.all]

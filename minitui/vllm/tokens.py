@@ -24,8 +24,7 @@ class Tokens:
         self, prompt: list[int], size: int, more: tuple[list[bytes], bytes] | None = None, unit: int = 0
     ) -> None:
         """`size`: tokens of a block. `more`: vLLM's hashes of the prompt's units, and a name for what is hashed beside
-        tokens (an adapter, an image, a salt), where that is so. `unit`: tokens of one hash; 0: of a block.
-        """
+        tokens (an adapter, an image, a salt), where that is so. `unit`: tokens of one hash; 0: of a block."""
         self.ids = list(prompt)
         self.prompt = len(prompt)
         self._unit = unit or size

@@ -20,11 +20,9 @@ STALL_S = 0.5
 
 
 class Stalls:
-    """Measures how long the server's event loop runs without a pause for others.
-
-    Of the time between two ticks and the processor time that this process used meanwhile, the smaller one counts. So
-    the other programs of a busy machine do not count.
-    """
+    """Measures how long the server's event loop runs without a pause for others. Of the time between two ticks and the
+    processor time that this process used meanwhile, the smaller one counts. So the other programs of a busy machine do
+    not count."""
 
     def __init__(self, server: Running) -> None:
         self.longest = 0.0

@@ -27,12 +27,9 @@ NAMES = {" ": "space", "/": "slash", "?": "question_mark"}
 
 
 async def settled(min_sleep: float = 0.0, max_sleep: float = 10.0) -> None:
-    """Return when what was posted to the active application has been handled, and its screen is laid out.
-
-    A message may post others: it goes on until no queue held any before and after, at most `ROUNDS` times (a timer
-    posts for ever) and for `max_sleep` seconds (somebody is in a handler that takes long). Both parameters are the
-    pilot's.
-    """
+    """Return when what was posted to the active application has been handled, and its screen is laid out. A message may
+    post others: it goes on until no queue held any before and after, at most `ROUNDS` times (a timer posts for ever)
+    and for `max_sleep` seconds (somebody is in a handler that takes long). Both parameters are the pilot's."""
     app, end = active_app.get(), time.monotonic() + max_sleep
     while (keys := getattr(app, "_keys", None)) is not None and keys.waiting and time.monotonic() < end:
         await asyncio.sleep(0.005)  # the screen of the key before may be gone

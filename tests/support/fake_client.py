@@ -150,10 +150,8 @@ class FakeStream:
 
 
 class FakeSource(Source):
-    """See the module. `speed`: seconds a step takes; `answer` is given the prompt as text.
-
-    Unless it `loads_at_once` it is loading until the test sets `loaded`.
-    """
+    """See the module. `speed`: seconds a step takes; `answer` is given the prompt as text. Unless it `loads_at_once` it
+    is loading until the test sets `loaded`."""
 
     condition = Condition()
     recording_error = ""

@@ -279,11 +279,9 @@ FAMILIES = {
 
 
 def checkpoint(kind: str, seed: int, directory: Path, **fields: Any) -> Any:
-    """Write a checkpoint with a random config of the family; return the model of transformers, in float64.
-
-    `fields`: replace those of the config, and `...` removes one. The config.json stays as it was before transformers
-    put it in order.
-    """
+    """Write a checkpoint with a random config of the family; return the model of transformers, in float64. `fields`:
+    replace those of the config, and `...` removes one. The config.json stays as it was before transformers put it in
+    order."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     raw = without_gaps(random_config(kind, seed) | fields)

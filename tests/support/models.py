@@ -46,9 +46,7 @@ SMALL_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "mo
 
 def reference(kind: str, seed: int = 0, **overrides: Any) -> Any:
     """A randomly initialised transformers model in fp32: kind is "qwen3", "qwen2", "llama", "mistral" or "qwen3_moe".
-
-    Norms and biases are randomised too: transformers leaves them at 1 and 0, where mistakes do not show.
-    """
+    Norms and biases are randomised too: transformers leaves them at 1 and 0, where mistakes do not show."""
     import transformers
 
     names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral", "qwen3_moe": "Qwen3Moe"}
@@ -69,10 +67,8 @@ def reference(kind: str, seed: int = 0, **overrides: Any) -> Any:
 def save(
     model: Any, directory: Path, shards: bool = False, edit: dict[str, Any] | None = None, stacked: bool = False
 ) -> Path:
-    """Write a checkpoint (in two or more files if `shards`), with changes to its config.json (None: remove).
-
-    `stacked`: a layer's experts as one tensor, as transformers 5 holds them; else each by itself, as it publishes them.
-    """
+    """Write a checkpoint (in two or more files if `shards`), with changes to its config.json (None: remove). `stacked`:
+    a layer's experts as one tensor, as transformers 5 holds them; else each by itself, as it publishes them."""
     model.save_pretrained(directory, max_shard_size="150KB" if shards else "5GB", save_original_format=not stacked)
     if edit:
         path = directory / "config.json"
@@ -146,10 +142,8 @@ def make_request(ids: list[int], row: int, seed: int = 0, **params: Any) -> Requ
 
 
 class Driver:
-    """Makes plans for a runner in place of a scheduler: blocks are given out in order, and none is freed.
-
-    A group of windows has the blocks in the opposite order. Each row has a slot for recurrent states.
-    """
+    """Makes plans for a runner in place of a scheduler: blocks are given out in order, and none is freed. A group of
+    windows has the blocks in the opposite order. Each row has a slot for recurrent states."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -175,9 +169,7 @@ class Driver:
 
     def plan(self, entries: list[tuple[Request, int, bool]], unknown: bool = False) -> StepPlan:
         """One step of (request, tokens, samples); those with one token known to sample are the decodes, and come first.
-
-        `unknown`: decodes take the token their row drew last, as if the host had not seen it yet.
-        """
+        `unknown`: decodes take the token their row drew last, as if the host had not seen it yet."""
         entries = sorted(entries, key=lambda entry: not _decodes(entry[0], entry[1]))
         joins = [request for request, _, _ in entries if request.id not in self._joined]
         self._joined.update(request.id for request in joins)

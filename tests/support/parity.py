@@ -87,10 +87,8 @@ def needs_kernels(kind: str = "none") -> None:
 
 @pytest.fixture(params=PROCESSORS)
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run on each kind of processor that this one can be, and on machines without one of the kernels' libraries.
-
-    Other processors than x86, and macOS, run what "none" and the last two run, or the kernels that "this" compiles.
-    """
+    """Run on each kind of processor that this one can be, and on machines without one of the kernels' libraries. Other
+    processors than x86, and macOS, run what "none" and the last two run, or the kernels that "this" compiles."""
     name = request.param
     if name == "without llvmlite":
         monkeypatch.setitem(sys.modules, "llvmlite", None)
@@ -120,10 +118,8 @@ def compiled_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 def decodes_on_a_cpu(
     directory: Path, count: int, chunks: Sequence[tuple[int, int]] = (), **options: Any
 ) -> list[tuple[torch.Tensor, ...]]:
-    """(logits, keys, values) after a decode step of `count` requests: by CPUSteps, then by Eager.
-
-    `chunks`: of prompts in the same step, as (tokens computed before, tokens). The last one does not end its prompt.
-    """
+    """(logits, keys, values) after a decode step of `count` requests: by CPUSteps, then by Eager. `chunks`: of prompts
+    in the same step, as (tokens computed before, tokens). The last one does not end its prompt."""
     found = []
     for plain in (False, True):
         driver = Driver(make_runner(directory, **options))
@@ -154,10 +150,8 @@ def decodes_on_a_cpu(
 
 
 def below_best(reference: LLM, prompts: list[list[int]], replies: list[list[int]]) -> list[float]:
-    """How far the log-probability of each token of the replies is below the best one's.
-
-    Teacher forcing: the reference model reads each reply as a part of its prompt.
-    """
+    """How far the log-probability of each token of the replies is below the best one's. Teacher forcing: the reference
+    model reads each reply as a part of its prompt."""
     asked = [ids + reply for ids, reply in zip(prompts, replies, strict=True)]
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=1)
     found = []

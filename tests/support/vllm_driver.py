@@ -102,10 +102,8 @@ def make_scheduler(
 
 
 def _spec(words: str, size: int, states: str, drafts: int) -> Any:
-    """Returns the specification of one KV cache group: "full", "window:TOKENS", "chunks:TOKENS" or "state".
-
-    Another number of tokens of a block may follow: "window:64:8".
-    """
+    """Returns the specification of one KV cache group: "full", "window:TOKENS", "chunks:TOKENS" or "state". Another
+    number of tokens of a block may follow: "window:64:8"."""
     kind, *numbers = words.split(":")
     shape = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     if kind in ("full", "state"):

@@ -79,11 +79,9 @@ class Gpu:
     token: float  # the device's time of a prompt token
 
     def run(self, seed: int, steps: int = 1_800) -> tuple[Steps, dict[int, tuple[str, float]]]:
-        """Returns the history of an engine with overlap, and its stalls: by step, the kind and the milliseconds.
-
-        The prompts of a chat are short. A prompt of 500 tokens is a stall of the kind "prompt" of the step in whose
-        time the host launches the prompt, or if the device needs longer, of the step that computes the prompt.
-        """
+        """Returns the history of an engine with overlap, and its stalls: by step, the kind and the milliseconds. The
+        prompts of a chat are short. A prompt of 500 tokens is a stall of the kind "prompt" of the step in whose time
+        the host launches the prompt, or if the device needs longer, of the step that computes the prompt."""
         rng, history, stalls = random.Random(seed), Steps(), {}
         rows, request, joined = 4, 9, list(range(4))
         host = device_ends = 0.0  # ms

@@ -125,10 +125,8 @@ class CompletionAnswer(OpenAIAnswer):
         return choice
 
     def _echo(self, index: int, output: Output) -> dict[str, Any]:
-        """Returns the text and the logprobs of the prompt, for a choice of a request with echo.
-
-        `output`: of this choice; it must have the prompt logprobs.
-        """
+        """Returns the text and the logprobs of the prompt, for a choice of a request with echo. `output`: of this
+        choice; it must have the prompt logprobs."""
         body = self.body
         if not body.echo:
             return {}

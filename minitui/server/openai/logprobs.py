@@ -34,10 +34,8 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: i
 
 
 class Offsets:
-    """Computes where each token of a reply begins in the reply's text, in characters.
-
-    A token that is only a part of a character gets the position of that character.
-    """
+    """Computes where each token of a reply begins in the reply's text, in characters. A token that is only a part of a
+    character gets the position of that character."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, start: int = 0) -> None:
         """`start`: the position of the first token; below 0 if the text does not show the first tokens."""
@@ -56,10 +54,8 @@ class Offsets:
 def echoed_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[TokenLogprobs], top: int, shown: str
 ) -> dict[str, Any]:
-    """Returns the logprobs of a prompt for /v1/completions. The first token has none.
-
-    `entries`: of all tokens but the first. `shown`: the prompt's text in the answer.
-    """
+    """Returns the logprobs of a prompt for /v1/completions. The first token has none. `entries`: of all tokens but the
+    first. `shown`: the prompt's text in the answer."""
     hidden = len(tokenizer.decode(ids, skip_special_tokens=False)) - len(shown)  # such as a BOS before the text
     offsets = Offsets(tokenizer, False, -hidden)
     first = {"tokens": [_text(tokenizer, ids[0])], "token_logprobs": [None], "top_logprobs": [None],

@@ -22,11 +22,8 @@ MARGIN = 16  # tokens: cutting a text can add a few tokens where it is cut
 def encode(
     tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int | None = None, last: int | None = None
 ) -> list[int]:
-    """Returns the ids of a prompt. If its text spells out a control token, the ids contain that control token.
-
-    `last`: return only this many ids, the last ones. Raises ContextExceeded if the prompt is much longer than `most`
-    tokens.
-    """
+    """Returns the ids of a prompt. If its text spells out a control token, the ids contain that control token. `last`:
+    return only this many ids, the last ones. Raises ContextExceeded if the prompt is much longer than `most` tokens."""
     if last is not None:
         text = text[-(last + MARGIN) * CHARACTERS_PER_TOKEN :]  # only the end matters
     else:
@@ -44,12 +41,9 @@ def conversation(
     tokenizer: Tokenizer, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, generate: bool,
     values: dict[str, Any], most: int | None = None, last: int | None = None,
 ) -> list[int]:
-    """Returns the ids of a conversation. `generate`: add the generation prompt.
-
-    `values`: variables of the template, and further arguments of `Tokenizer.apply_chat_template`. `last`: return only
-    this many ids, the last ones. Raises InvalidRequest if the template fails, and ContextExceeded if the conversation
-    is much longer than `most` tokens.
-    """
+    """Returns the ids of a conversation. `generate`: add the generation prompt. `values`: variables of the template,
+    and further arguments of `Tokenizer.apply_chat_template`. `last`: return only this many ids, the last ones. Raises
+    InvalidRequest if the template fails, and ContextExceeded if the conversation is much longer than `most` tokens."""
     template = values.get("chat_template") or tokenizer.chat_template or ""
     plain, tools = for_template([message.plain() for message in messages], tools, template)
     if tools:

@@ -134,10 +134,8 @@ class ReplyParser:
         return found
 
     def _until(self, marker: str) -> tuple[bool, str]:
-        """Remove the text before the marker from the held text; returns (True if the marker was found, that text).
-
-        If the marker is not found, the end of the text stays held if it may be the beginning of the marker.
-        """
+        """Remove the text before the marker from the held text; returns (True if the marker was found, that text). If
+        the marker is not found, the end of the text stays held if it may be the beginning of the marker."""
         before, found, rest = self._held.partition(marker)
         if found:
             self._held = rest
@@ -167,10 +165,8 @@ class ReplyParser:
 
 
 class ForcedCallParser(ReplyParser):
-    """Parses a reply whose grammar allows exactly one tool call and no other text.
-
-    A reply that was cut at the length limit is a call with the arguments so far, as in OpenAI's API.
-    """
+    """Parses a reply whose grammar allows exactly one tool call and no other text. A reply that was cut at the length
+    limit is a call with the arguments so far, as in OpenAI's API."""
 
     def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
         """`tools`: the reply calls one of these."""
@@ -239,12 +235,9 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
 
 
 class BareCalls:
-    """Finds calls without markers: a reply that begins with a call of one of the tools. `names`: of the tools.
-
-    Llama 3.1, 3.3    {"name": "f", "parameters": {…}}, several with ; between them
-    Llama 3.2         [f(a=1, b="x"), g()]
-    GLM-4             f, a new line, {…}
-    """
+    """Finds calls without markers: a reply that begins with a call of one of the tools. `names`: of the tools. Llama
+    3.1, 3.3 {"name": "f", "parameters": {…}}, several with ; between them Llama 3.2 [f(a=1, b="x"), g()] GLM-4 f, a new
+    line, {…}"""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = sorted(set(names), key=len, reverse=True)

@@ -59,9 +59,7 @@ class _Entry:
 
 class ResponseStore:
     """Holds at most `count` responses and at most `size` bytes. The response that was not used for longest is dropped.
-
-    A response that alone is larger than `size` is not kept.
-    """
+    A response that alone is larger than `size` is not kept."""
 
     def __init__(self, count: int, size: int) -> None:
         self.used = 0  # bytes

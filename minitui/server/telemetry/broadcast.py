@@ -80,10 +80,8 @@ class Watcher:
 
 
 class Broadcast:
-    """Drains the records of one engine client.
-
-    `mask_id`: replaces every token id for watchers and in the recording, so that texts stay hidden; None: not hidden.
-    """
+    """Drains the records of one engine client. `mask_id`: replaces every token id for watchers and in the recording, so
+    that texts stay hidden; None: not hidden."""
 
     def __init__(self, metrics: Metrics, mask_id: int | None = None, recording: Recording | None = None) -> None:
         self.metrics = metrics

@@ -92,10 +92,8 @@ Answers = dict[AnswerName, "TokenAnswer"]
 
 
 class TokenAnswer(Answer):
-    """Answers a Submission with events. The first has request and seed; the others have text and ids.
-
-    The last event also has finish_reason and metrics.
-    """
+    """Answers a Submission with events. The first has request and seed; the others have text and ids. The last event
+    also has finish_reason and metrics."""
 
     cancellable = True
 

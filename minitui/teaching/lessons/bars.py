@@ -100,10 +100,8 @@ async def cuts(stage: Stage) -> Seen:
 
 
 async def likeliest(stage: Stage, ids: list[int], **settings: Any) -> tuple[dict[int, float], int]:
-    """Draws one token after `ids`. Returns {token: probability} of the likeliest tokens, and the drawn token.
-
-    The probabilities are those of the engine's own sampler, after all its stages; a token that was cut is absent.
-    """
+    """Draws one token after `ids`. Returns {token: probability} of the likeliest tokens, and the drawn token. The
+    probabilities are those of the engine's own sampler, after all its stages; a token that was cut is absent."""
     params = SamplingParams(**({"seed": SEED} | settings), max_tokens=1, logprobs=MAX_LOGPROBS)
     [entry] = (await stage.complete(ids, params))[0].logprobs
     return {token: math.exp(value) for token, value in entry.top if value > -math.inf}, entry.token_id

@@ -29,10 +29,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A question asked before an experiment. The experiment shows which choice is right.
-
-    `why_not`: for each choice, the end of a sentence that begins with "If it were true, "; "" for the right choice.
-    """
+    """A question asked before an experiment. The experiment shows which choice is right. `why_not`: for each choice,
+    the end of a sentence that begins with "If it were true, "; "" for the right choice."""
 
     question: str
     choices: tuple[str, ...]
@@ -138,10 +136,8 @@ class Code:
 
 
 def find_code(reference: str) -> Code:
-    """Returns the source of "package.module:Class.function", or of a whole module, from the installed package.
-
-    Does not import the module: many modules of the engine import torch, which the user interface's process never loads.
-    """
+    """Returns the source of "package.module:Class.function", or of a whole module, from the installed package. Does not
+    import the module: many modules of the engine import torch, which the user interface's process never loads."""
     module, _, name = reference.partition(":")
     package, *rest = module.split(".")
     spec = importlib.util.find_spec(package)

@@ -51,10 +51,8 @@ class TreeDrawing:
         return found
 
     def draw(self, line: str, marks: dict[Prefix, str] | None = None, new: bool = False) -> list[Block]:
-        """Shows the tree. `marks`: the state of blocks. `new`: blocks that were not drawn before are new.
-
-        Blocks that were drawn before and have left the tree stay in the picture; returns these blocks.
-        """
+        """Shows the tree. `marks`: the state of blocks. `new`: blocks that were not drawn before are new. Blocks that
+        were drawn before and have left the tree stay in the picture; returns these blocks."""
         marks = marks or {}
         nodes = self.nodes()
         inside = {block.prefix for _, _, blocks in nodes for block in blocks}

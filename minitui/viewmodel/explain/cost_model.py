@@ -96,12 +96,8 @@ SINGULAR = 1e-12  # smaller singular values of the products of features, relativ
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Costs, and how certain these are.
-
-    costs        [features], in ms
-    covariance   [features, features] of the costs
-    own          [n] the share of each fitted time in the time that the fit gives for the same work (its leverage)
-    """
+    """Costs, and how certain these are. costs [features], in ms covariance [features, features] of the costs own [n]
+    the share of each fitted time in the time that the fit gives for the same work (its leverage)"""
 
     costs: np.ndarray
     covariance: np.ndarray
