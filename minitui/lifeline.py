@@ -1,8 +1,6 @@
-"""Makes child processes end when their parent ends, even if the parent is killed (SIGKILL).
-
-Every child holds the read end of a pipe, and only the parent holds the write end. When the parent ends, the kernel
-closes the write end, and each child reads end-of-file.
-"""
+"""Makes child processes end when their parent ends, even if the parent is killed (SIGKILL). Every child holds the read
+end of a pipe, and only the parent holds the write end. When the parent ends, the kernel closes the write end, and each
+child reads end-of-file."""
 
 from __future__ import annotations
 
@@ -20,10 +18,8 @@ GRACE_S = 2.0  # between SIGTERM and the forced exit
 
 @functools.cache
 def lifeline() -> int:
-    """Returns the read end of the pipe that all children share. The caller passes it to each child.
-
-    The caller also sets VARIABLE in the child's environment to the number of the file descriptor.
-    """
+    """Returns the read end of the pipe that all children share. The caller passes it to each child. The caller also
+    sets VARIABLE in the child's environment to the number of the file descriptor."""
     read, _ = os.pipe()  # the write end stays open until this process ends; children do not inherit it
     return read
 

@@ -26,9 +26,7 @@ class Sampling(_Options):
 
     def set(self, name: str, text: str, cannot_use: Callable[[str], str] = lambda name: "") -> str:
         """Sets the option `name` to the typed `text`; returns a sentence for the user. Raises InvalidRequest.
-
-        `cannot_use`: Source.cannot_use of the engine or server that answers.
-        """
+        `cannot_use`: Source.cannot_use of the engine or server that answers."""
         if name not in OPTIONS:
             raise InvalidRequest(f"there is no setting {name!r}; the settings are {', '.join(OPTIONS)}", name)
         try:

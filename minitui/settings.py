@@ -47,9 +47,7 @@ def config_path() -> Path:
 
 def data_dir() -> Path:
     """Returns the directory for chats and logs: $MINITUI_DATA, or the user's data directory. Creates it if missing.
-
-    Raises SettingsError if the directory cannot be created.
-    """
+    Raises SettingsError if the directory cannot be created."""
     if named := os.environ.get("MINITUI_DATA"):
         path = Path(named)
     else:

@@ -1,9 +1,6 @@
 """Who may import whom, read from the source: imports for types alone and imports inside functions count like the
-others.
-
-An import goes down: to a lower level, or to the same folder. Folders of one level do not know each other, and no files
-of a folder import each other in a circle. A file at the top of a package is a folder of its own here.
-"""
+others. An import goes down: to a lower level, or to the same folder. Folders of one level do not know each other, and
+no files of a folder import each other in a circle. A file at the top of a package is a folder of its own here."""
 
 from __future__ import annotations
 

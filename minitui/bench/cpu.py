@@ -1,8 +1,6 @@
 """The report's rows for a CPU: decode steps of 1 to 8 rows, a prompt, and the first token with a cached prompt.
-
 llama.cpp is measured beside the engine where it is installed. The two take turns, so that a slowdown of the machine
-affects both, and the order changes from pair to pair.
-"""
+affects both, and the order changes from pair to pair."""
 
 from __future__ import annotations
 

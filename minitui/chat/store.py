@@ -1,8 +1,5 @@
-"""The chat file: one SQLite database in the data directory.
-
-A question is saved before it is sent. An answer is saved about once a second while tokens arrive, and when it ends. A
-crash loses about a second of each answer.
-"""
+"""The chat file: one SQLite database in the data directory. A question is saved before it is sent. An answer is saved
+about once a second while tokens arrive, and when it ends. A crash loses about a second of each answer."""
 
 from __future__ import annotations
 

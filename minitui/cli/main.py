@@ -1,7 +1,5 @@
-"""The command line: registers the commands, and turns each error into a sentence and an exit code.
-
-The sentence is printed on stderr. Exit code 2: wrong usage; 1: any other failure.
-"""
+"""The command line: registers the commands, and turns each error into a sentence and an exit code. The sentence is
+printed on stderr. Exit code 2: wrong usage; 1: any other failure."""
 
 from __future__ import annotations
 

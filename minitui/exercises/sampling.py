@@ -1,8 +1,6 @@
-"""The rules of the exercise `sample`: a student draws the tokens of the simulated device.
-
-The device's "model" has twelve tokens and sixteen distributions; the position in the text chooses one. Token 0 ends a
-reply. What one draw tells is checked at once; the shares of all draws are checked at the end.
-"""
+"""The rules of the exercise `sample`: a student draws the tokens of the simulated device. The device's "model" has
+twelve tokens and sixteen distributions; the position in the text chooses one. Token 0 ends a reply. What one draw tells
+is checked at once; the shares of all draws are checked at the end."""
 
 from __future__ import annotations
 

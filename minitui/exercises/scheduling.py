@@ -1,8 +1,6 @@
-"""The rules of the exercises about the scheduler: `admit`, `evict`, `chunk`, `preempt`.
-
-Each function puts a student's function in the place of one decision of the scheduler, and checks what it returns before
-the engine sees it. The functions `…_end` check the whole run against that of the reference.
-"""
+"""The rules of the exercises about the scheduler: `admit`, `evict`, `chunk`, `preempt`. Each function puts a student's
+function in the place of one decision of the scheduler, and checks what it returns before the engine sees it. The
+functions `…_end` check the whole run against that of the reference."""
 
 from __future__ import annotations
 

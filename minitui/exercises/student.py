@@ -1,9 +1,6 @@
-"""Calls the function of a student, and says in a sentence what is wrong with it.
-
-This runs in a process of its own, with limits that the kernel enforces (process.py). Here a fault of a call becomes a
-sentence with the line and the step. It is no protection against attacks: the code has the rights of the person who
-runs it.
-"""
+"""Calls the function of a student, and says in a sentence what is wrong with it. This runs in a process of its own,
+with limits that the kernel enforces (process.py). Here a fault of a call becomes a sentence with the line and the step.
+It is no protection against attacks: the code has the rights of the person who runs it."""
 
 from __future__ import annotations
 
@@ -27,10 +24,8 @@ GRACE_S = 0.5  # after a time limit, the code has this long to end before the ke
 
 
 class Broken(BaseException):
-    """A rule is broken. The text is the sentence; `step`: the step in which it was, None: before the first.
-
-    It is no Exception: the engine would take those of a launch for failures of the device, and go on.
-    """
+    """A rule is broken. The text is the sentence; `step`: the step in which it was, None: before the first. It is no
+    Exception: the engine would take those of a launch for failures of the device, and go on."""
 
     def __init__(self, sentence: str, step: int | None = None) -> None:
         super().__init__(sentence)

@@ -18,12 +18,9 @@ START = Path(__file__).with_name("start")
 
 @dataclass(frozen=True)
 class Exercise:
-    """An exercise.
-
-    `name`: also that of the function. `teaches`: in a sentence. `lesson`: the number of the lesson before it. `figure`:
-    what is measured, smaller is better. `of`: returns it for a run. `text`: writes it. `install`: puts a student's
-    function in the place of the decision. `at_end`: raises Broken if the whole run breaks a rule.
-    """
+    """An exercise. `name`: also that of the function. `teaches`: in a sentence. `lesson`: the number of the lesson
+    before it. `figure`: what is measured, smaller is better. `of`: returns it for a run. `text`: writes it. `install`:
+    puts a student's function in the place of the decision. `at_end`: raises Broken if the whole run breaks a rule."""
 
     name: str
     teaches: str

@@ -1,7 +1,5 @@
-"""Writes the lessons for a class as one file: texts and questions, then results with pictures, and answers.
-
-All experiments run once, so the pictures and the numbers are those of this machine.
-"""
+"""Writes the lessons for a class as one file: texts and questions, then results with pictures, and answers. All
+experiments run once, so the pictures and the numbers are those of this machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Converts an SVG picture to PNG, and a page to PDF, with a headless Chromium.
-
-Other converters draw spaces and corners of Textual's SVG in the wrong places.
-"""
+"""Converts an SVG picture to PNG, and a page to PDF, with a headless Chromium. Other converters draw spaces and corners
+of Textual's SVG in the wrong places."""
 
 from __future__ import annotations
 

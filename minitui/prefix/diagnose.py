@@ -1,9 +1,6 @@
-"""Finds, for each request of a log, its nearest ancestor, the first text that differs, and the cause.
-
-The nearest ancestor is the earlier request with the longest equal beginning. What it shares could have come from the
-cache. A cause is named only if the texts, the fields of the request or the server's own numbers show it; else it is
-"unknown".
-"""
+"""Finds, for each request of a log, its nearest ancestor, the first text that differs, and the cause. The nearest
+ancestor is the earlier request with the longest equal beginning. What it shares could have come from the cache. A cause
+is named only if the texts, the fields of the request or the server's own numbers show it; else it is "unknown"."""
 
 from __future__ import annotations
 

@@ -168,9 +168,7 @@ class _Noted:
 
 class _Body:
     """The data of a body, and where it ends. `length`: of a body without a length; None: it ends with the connection.
-
-    `ended`: its end was read; `rest`: what was read after it.
-    """
+    `ended`: its end was read; `rest`: what was read after it."""
 
     def __init__(self, message: h11.Request | h11.Response, length: int | None) -> None:
         names = dict(message.headers)

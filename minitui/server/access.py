@@ -1,7 +1,5 @@
-"""Checks each request before it is parsed: Host and Origin, the API key, and the size of the body.
-
-The checks are plain ASGI middleware, so that endpoints notice a disconnect at once.
-"""
+"""Checks each request before it is parsed: Host and Origin, the API key, and the size of the body. The checks are plain
+ASGI middleware, so that endpoints notice a disconnect at once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Answers one HTTP request: its sequences are queued, read and ended together.
-
-Subclasses for chat, completions, /generate and /minitui/submit encode the prompt and format the response. `close` frees
-the request's places in the queue. The engine frees the sequences' blocks between two steps.
-"""
+"""Answers one HTTP request: its sequences are queued, read and ended together. Subclasses for chat, completions,
+/generate and /minitui/submit encode the prompt and format the response. `close` frees the request's places in the
+queue. The engine frees the sequences' blocks between two steps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Parses and validates request bodies so that no body delays the requests of others.
-
-Python's JSON parser and pydantic take microseconds for each container of a body, so the number of containers is limited
-before the body is parsed. Large bodies are parsed in a thread.
-"""
+"""Parses and validates request bodies so that no body delays the requests of others. Python's JSON parser and pydantic
+take microseconds for each container of a body, so the number of containers is limited before the body is parsed. Large
+bodies are parsed in a thread."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The base of the Responses and the Messages API: requests become chat requests, and replies are lists of items.
-
-An item is reasoning, text or a tool call. OpenAI's Responses API calls such parts output items, Anthropic's Messages
-API calls them content blocks. Both APIs stream one item after the other.
-"""
+"""The base of the Responses and the Messages API: requests become chat requests, and replies are lists of items. An
+item is reasoning, text or a tool call. OpenAI's Responses API calls such parts output items, Anthropic's Messages API
+calls them content blocks. Both APIs stream one item after the other."""
 
 from __future__ import annotations
 

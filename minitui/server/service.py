@@ -1,8 +1,6 @@
-"""Owns the engine client of a server: loads the model, restarts the engine, admits requests, and stops.
-
-Requests are refused here, before they reach the engine: while the engine is not running (503), when the queue is full
-(429), and when a prompt cannot fit (400).
-"""
+"""Owns the engine client of a server: loads the model, restarts the engine, admits requests, and stops. Requests are
+refused here, before they reach the engine: while the engine is not running (503), when the queue is full (429), and
+when a prompt cannot fit (400)."""
 
 from __future__ import annotations
 

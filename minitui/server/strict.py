@@ -1,7 +1,6 @@
 """The base classes of request bodies: types are strict ("5" is not a number), and unknown fields are refused, as
 OpenAI's and Anthropic's own servers do. A field that is ignored in silence gives an answer to another question, for
-example with a misspelled temperature.
-"""
+example with a misspelled temperature."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Defines `Source`: an engine on this machine, a server, several servers, or a recording.
-
-The rest of minitui uses a Source, never an engine directly. Only `start` imports the heavy modules, so that the
-application can draw its first screen without them.
-"""
+"""Defines `Source`: an engine on this machine, a server, several servers, or a recording. The rest of minitui uses a
+Source, never an engine directly. Only `start` imports the heavy modules, so that the application can draw its first
+screen without them."""
 
 from __future__ import annotations
 

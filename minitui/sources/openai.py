@@ -1,8 +1,6 @@
 """A Source for any OpenAI-compatible server. It streams chats, and reads the server's state from its Prometheus page.
-
 The server takes messages, not token ids. So TextCodec gives every text an id, and chats are stored and compared as
-token ids, as with other sources. The server has no records, no snapshot and no gate.
-"""
+token ids, as with other sources. The server has no records, no snapshot and no gate."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Checks the types, ranges and sizes of data from a minitui server, before the data is stored or applied.
-
-Records and snapshots get the same checks as in a trace (minitui/trace/check.py). This module adds checks of
-answers, and of sizes that grow during a long connection; ServerInfo checks the facts about the engine.
-"""
+"""Checks the types, ranges and sizes of data from a minitui server, before the data is stored or applied. Records and
+snapshots get the same checks as in a trace (minitui/trace/check.py). This module adds checks of answers, and of sizes
+that grow during a long connection; ServerInfo checks the facts about the engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Polls the Prometheus page of a server, and reads the server's state from it.
-
-The pages of vLLM, SGLang and minitui are understood. A value that the page lacks is None, never zero. A server that
-cannot be reached is polled at growing intervals.
-"""
+"""Polls the Prometheus page of a server, and reads the server's state from it. The pages of vLLM, SGLang and minitui
+are understood. A value that the page lacks is None, never zero. A server that cannot be reached is polled at growing
+intervals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The file of a class: the token of its link, its scenes with the recordings, and the answers of the phones.
-
-The link works as long as this file exists. It is one JSON file in the data directory, which only its owner can read.
-"""
+"""The file of a class: the token of its link, its scenes with the recordings, and the answers of the phones. The link
+works as long as this file exists. It is one JSON file in the data directory, which only its owner can read."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""The same work under two settings: what `minitui compare` runs, and the demos that compare two settings.
-
-The work of a contrast is a coroutine that gets a Stage. It asks the same questions in the same order under both
-settings, and replies are greedy. Without pauses for a reader (`beat` 0), the engine is paused only to let requests
-arrive together.
-"""
+"""The same work under two settings: what `minitui compare` runs, and the demos that compare two settings. The work of a
+contrast is a coroutine that gets a Stage. It asks the same questions in the same order under both settings, and replies
+are greedy. Without pauses for a reader (`beat` 0), the engine is paused only to let requests arrive together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Runs an engine step by step, and reads its records: the part of a stage that needs no chats.
-
-`beat` scales only the pauses in which the user reads.
-"""
+"""Runs an engine step by step, and reads its records: the part of a stage that needs no chats. `beat` scales only the
+pauses in which the user reads."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Run sheets: the scenes of a class, in a TOML file.
-
-A scene has a title, minutes, notes for the lecturer, and exactly one of KINDS. Everything is checked before anything
-opens. An error names the line and the field.
-"""
+"""Run sheets: the scenes of a class, in a TOML file. A scene has a title, minutes, notes for the lecturer, and exactly
+one of KINDS. Everything is checked before anything opens. An error names the line and the field."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """The demos, and their scenarios (those that compare two settings: contrast_scenarios.py). Each demo has its own small
-engine.
-
-A scenario is a coroutine that gets a Stage. Replies are greedy and requests arrive in a fixed order, so every run is
-the same. All figures are counted from the records of the run.
-"""
+engine. A scenario is a coroutine that gets a Stage. Replies are greedy and requests arrive in a fixed order, so every
+run is the same. All figures are counted from the records of the run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The stage of demos and lessons: an engine with its chats, predictions, and runs that are compared.
-
-Scenarios pause the engine at events, not at times, so that a scenario runs in the same way on every machine.
-minitui/teaching/driver.py runs the steps.
-"""
+"""The stage of demos and lessons: an engine with its chats, predictions, and runs that are compared. Scenarios pause
+the engine at events, not at times, so that a scenario runs in the same way on every machine. minitui/teaching/driver.py
+runs the steps."""
 
 from __future__ import annotations
 

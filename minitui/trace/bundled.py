@@ -1,7 +1,5 @@
-"""The bundled recordings: `minitui replay` lists them, `minitui replay NAME` plays one.
-
-Each recording is a file NAME.trace in this directory. Its description is computed from the file.
-"""
+"""The bundled recordings: `minitui replay` lists them, `minitui replay NAME` plays one. Each recording is a file
+NAME.trace in this directory. Its description is computed from the file."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """Checks the lines of a trace: types and ranges, that a keyframe's requests, tree and pool agree, and that each record
-is possible in the state before it.
-
-Each fault raises a ValueError with a short reason. State.apply, views and exports trust a trace that passes these
-checks. What is possible is part of each kind of record (engine/trace/kinds.py).
-"""
+is possible in the state before it. Each fault raises a ValueError with a short reason. State.apply, views and exports
+trust a trace that passes these checks. What is possible is part of each kind of record (engine/trace/kinds.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The kinds of records that only other servers write: vLLM's recorder (minitui/vllm/) and its KV events.
-
-In vLLM a block can be cached although the tree has its text already: it is a copy of the tree's block.
-"""
+"""The kinds of records that only other servers write: vLLM's recorder (minitui/vllm/) and its KV events. In vLLM a
+block can be cached although the tree has its text already: it is a copy of the tree's block."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Reads the lines of a trace file one at a time, with a limited use of memory.
-
-A gzip member can unpack to a thousand times its size, and JSON objects take ten times the size of their text. So three
-numbers are limited: the size of the unpacked text relative to the file, the length of a line, and the number of values
-in a part (a gzip member).
-"""
+"""Reads the lines of a trace file one at a time, with a limited use of memory. A gzip member can unpack to a thousand
+times its size, and JSON objects take ten times the size of their text. So three numbers are limited: the size of the
+unpacked text relative to the file, the length of a line, and the number of values in a part (a gzip member)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Play time: the engine's time without the delay of slow motion, and with pauses shortened to a second.
-
-So the recording of a lecture replays at the engine's speed, without the lecturer's slow motion and breaks.
-"""
+"""Play time: the engine's time without the delay of slow motion, and with pauses shortened to a second. So the
+recording of a lecture replays at the engine's speed, without the lecturer's slow motion and breaks."""
 
 from __future__ import annotations
 

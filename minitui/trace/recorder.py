@@ -1,7 +1,5 @@
-"""Recording: writes traces. minitui/trace/reader.py describes the format.
-
-A thread of its own writes the file: the engine does not wait for compression or for the disk.
-"""
+"""Recording: writes traces. minitui/trace/reader.py describes the format. A thread of its own writes the file: the
+engine does not wait for compression or for the disk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Moment: which moment of the history is shown. The present, a paused engine's last step, or a step in the past.
-
-The panels show the figures of this moment, and mark what has just changed at it.
-"""
+"""Moment: which moment of the history is shown. The present, a paused engine's last step, or a step in the past. The
+panels show the figures of this moment, and mark what has just changed at it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Notes what vLLM's scheduler and block pool do inside of its calls. Runs inside vLLM's engine process.
-
 minitui/vllm/translate.py describes the events. Nothing is raised inside of vLLM's calls: the error of a hook is raised
-when the events are taken.
-"""
+when the events are taken."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Starts the watcher process and sends it messages, without ever waiting for it. Runs inside vLLM.
-
-A message is a tuple that `marshal` can write; its length precedes it. If the watcher reads too slowly, messages wait in
-memory, up to MOST_WAITING bytes. Then messages are dropped, and `lost` is set until the waiting messages are sent.
-"""
+"""Starts the watcher process and sends it messages, without ever waiting for it. Runs inside vLLM. A message is a tuple
+that `marshal` can write; its length precedes it. If the watcher reads too slowly, messages wait in memory, up to
+MOST_WAITING bytes. Then messages are dropped, and `lost` is set until the waiting messages are sent."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The scheduler that vLLM runs with --scheduler-cls minitui.vllm.RecordingScheduler. Runs inside vLLM's engine process.
-
 It is vLLM's own scheduler; minitui/vllm/recorder.py writes down what it decided. Nothing here may disturb vLLM: the
-first exception ends the recording, with one line in vLLM's log.
-"""
+first exception ends the recording, with one line in vLLM's log."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The tokens of a request of vLLM's, and a hash of each of its full blocks.
-
-vLLM hashes a full block: its tokens, the hash of the block before it, and what else its keys and values depend on. The
-watcher does the same with a hash of its own, so vLLM's process need not send its hashes.
-"""
+"""The tokens of a request of vLLM's, and a hash of each of its full blocks. vLLM hashes a full block: its tokens, the
+hash of the block before it, and what else its keys and values depend on. The watcher does the same with a hash of its
+own, so vLLM's process need not send its hashes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Runs the process of an application that a browser displays.
-
-The process sends and receives packets of Textual's web driver through two pipes. A packet has one byte for its type,
-four bytes for the length of the payload, then the payload.
-"""
+"""Runs the process of an application that a browser displays. The process sends and receives packets of Textual's web
+driver through two pipes. A packet has one byte for its type, four bytes for the length of the payload, then the
+payload."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Agent loops: the tool runners of the official clients, and command line agents, against a scripted checkpoint.
-
-MINITUI_AGENTS=DIRECTORY also runs the agents that are installed there:
-npm install --prefix DIRECTORY @openai/codex @anthropic-ai/claude-code opencode-ai @qwen-code/qwen-code
-"""
+MINITUI_AGENTS=DIRECTORY also runs the agents that are installed there: npm install --prefix DIRECTORY @openai/codex
+@anthropic-ai/claude-code opencode-ai @qwen-code/qwen-code"""
 
 from __future__ import annotations
 

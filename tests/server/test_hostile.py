@@ -1,8 +1,6 @@
-"""Invalid and malicious requests: each is answered with an error in OpenAI's shape, and none does harm.
-
-After every one of them the server is looked at: it answers, nothing is open, no block is held, and nothing that only
-the operator should see was told or logged as unforeseen.
-"""
+"""Invalid and malicious requests: each is answered with an error in OpenAI's shape, and none does harm. After every one
+of them the server is looked at: it answers, nothing is open, no block is held, and nothing that only the operator
+should see was told or logged as unforeseen."""
 
 from __future__ import annotations
 

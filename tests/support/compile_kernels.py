@@ -1,8 +1,6 @@
-"""Compiles Triton kernels for a card that is not there.
-
-Functions that launch kernels are called with tensors on the CPU. Each launch only compiles its kernel for the card. So
-a test sees what the functions choose: tiles, stages, whether launches overlap.
-"""
+"""Compiles Triton kernels for a card that is not there. Functions that launch kernels are called with tensors on the
+CPU. Each launch only compiles its kernel for the card. So a test sees what the functions choose: tiles, stages, whether
+launches overlap."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""A Source in this process: the real scheduler, cache, tree and records, over a device that answers from a script.
-
-So the application's tests see true records and true metrics in milliseconds, without weights and without a process.
-"""
+"""A Source in this process: the real scheduler, cache, tree and records, over a device that answers from a script. So
+the application's tests see true records and true metrics in milliseconds, without weights and without a process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Text that attacks the terminal, what it must never become, and the application full of it.
-
-`python -m tests.support.hostile app` runs the application over a model, a server and a chat file that all speak hostile
-text; `python -m tests.support.hostile COMMAND …` is the command line with such a model. """
+"""Text that attacks the terminal, what it must never become, and the application full of it. `python -m
+tests.support.hostile app` runs the application over a model, a server and a chat file that all speak hostile text;
+`python -m tests.support.hostile COMMAND …` is the command line with such a model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Quantises the matrices of a tiny checkpoint, in the layouts of the formats that are published.
-
-Each function takes a matrix [rows, columns] and returns (the tensors by suffix, the matrix that they stand for). They
-are written from the formats' descriptions and share no code with engine/model/packed.py.
-"""
+"""Quantises the matrices of a tiny checkpoint, in the layouts of the formats that are published. Each function takes a
+matrix [rows, columns] and returns (the tensors by suffix, the matrix that they stand for). They are written from the
+formats' descriptions and share no code with engine/model/packed.py."""
 
 from __future__ import annotations
 

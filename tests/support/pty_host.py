@@ -1,7 +1,5 @@
-"""The application over the scripted source, for the tests that need a real terminal.
-
-`python -m tests.support.pty_host [SECONDS A STEP] [--crash | --hang | --slow-mount]`
-"""
+"""The application over the scripted source, for the tests that need a real terminal. `python -m tests.support.pty_host
+[SECONDS A STEP] [--crash | --hang | --slow-mount]`"""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Pictures of whole screens that are the same on every machine: time passes by the engine's steps and by nothing else.
-
-The parts are the real ones, over the scripted source. Where they look at a clock they see this one.
-"""
+The parts are the real ones, over the scripted source. Where they look at a clock they see this one."""
 
 from __future__ import annotations
 

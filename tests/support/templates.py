@@ -1,7 +1,5 @@
-"""Chat templates in the public formats of the families, shortened: roles, system prompts, tools, thinking.
-
-Each entry: the control tokens, the template, and the expected texts of CHATS (None: the template refuses the chat).
-"""
+"""Chat templates in the public formats of the families, shortened: roles, system prompts, tools, thinking. Each entry:
+the control tokens, the template, and the expected texts of CHATS (None: the template refuses the chat)."""
 
 from __future__ import annotations
 

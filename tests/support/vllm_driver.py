@@ -1,7 +1,5 @@
 """vLLM's own scheduler without a model: random tokens stand for the results of steps, as in vLLM's tests/v1/core.
-
-Import this only where vLLM is installed.
-"""
+Import this only where vLLM is installed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Plays recorded calls of vLLM's engine (tests/support/vllm_calls.py) into minitui's recorder, without vLLM.
-
-A stand-in for vLLM's scheduler does in each call what vLLM's scheduler did: it caches blocks, preempts, frees, and has
-the numbers that vLLM had afterwards. The recorder and its scheduler classes are the real ones.
-"""
+"""Plays recorded calls of vLLM's engine (tests/support/vllm_calls.py) into minitui's recorder, without vLLM. A stand-in
+for vLLM's scheduler does in each call what vLLM's scheduler did: it caches blocks, preempts, frees, and has the numbers
+that vLLM had afterwards. The recorder and its scheduler classes are the real ones."""
 
 from __future__ import annotations
 

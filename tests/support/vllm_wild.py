@@ -1,7 +1,5 @@
 """What clients do to vLLM's scheduler at its worst: they cancel at any moment, ask for several samples, share prefixes.
-
-Import this only where vLLM is installed.
-"""
+Import this only where vLLM is installed."""
 
 from __future__ import annotations
 

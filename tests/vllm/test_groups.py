@@ -1,7 +1,5 @@
 """Models with several KV cache groups in vLLM's real scheduler: all that is recorded is vLLM's own. Needs vLLM, no GPU.
-
-MINITUI_VLLM_STEPS=100000 makes the runs as long; each step is compared with vLLM's numbers.
-"""
+MINITUI_VLLM_STEPS=100000 makes the runs as long; each step is compared with vLLM's numbers."""
 
 from __future__ import annotations
 

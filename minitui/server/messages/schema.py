@@ -1,8 +1,5 @@
-"""The fields of POST /v1/messages, and their translation to chat messages.
-
-Unknown fields of a message, a content block or a tool are ignored, for example cache_control: every prompt is cached
-here.
-"""
+"""The fields of POST /v1/messages, and their translation to chat messages. Unknown fields of a message, a content block
+or a tool are ignored, for example cache_control: every prompt is cached here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""POST /v1/chat/completions: encodes a conversation with the model's chat template, and parses the reply.
-
-The parser (reply_parser.py) separates reasoning, content and tool calls.
-"""
+"""POST /v1/chat/completions: encodes a conversation with the model's chat template, and parses the reply. The parser
+(reply_parser.py) separates reasoning, content and tool calls."""
 
 from __future__ import annotations
 

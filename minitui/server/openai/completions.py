@@ -1,9 +1,6 @@
-"""POST /v1/completions and POST /generate: continue a text without a chat template.
-
-The caller writes the whole prompt. If the prompt spells out control tokens, they are encoded as control tokens, so that
-the caller can write a chat template by hand. In /v1/chat/completions, control tokens in a user's text are encoded as
-plain text.
-"""
+"""POST /v1/completions and POST /generate: continue a text without a chat template. The caller writes the whole prompt.
+If the prompt spells out control tokens, they are encoded as control tokens, so that the caller can write a chat
+template by hand. In /v1/chat/completions, control tokens in a user's text are encoded as plain text."""
 
 from __future__ import annotations
 

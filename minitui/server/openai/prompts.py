@@ -1,8 +1,6 @@
-"""Encodes texts and conversations. Encoding a long text is slow: call these functions in a thread.
-
-If a prompt is much too long, only its beginning is encoded, and the prompt is refused. Encoding the whole prompt could
-take ten seconds and a gigabyte of memory, and delay other prompts.
-"""
+"""Encodes texts and conversations. Encoding a long text is slow: call these functions in a thread. If a prompt is much
+too long, only its beginning is encoded, and the prompt is refused. Encoding the whole prompt could take ten seconds and
+a gigabyte of memory, and delay other prompts."""
 
 from __future__ import annotations
 

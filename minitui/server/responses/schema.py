@@ -1,8 +1,6 @@
-"""The fields of POST /v1/responses, and their translation to chat messages.
-
-Clients send items back as they received them, and OpenAI adds fields to them often. So unknown fields of an item or a
-tool are ignored; those of the request are treated as in the other endpoints.
-"""
+"""The fields of POST /v1/responses, and their translation to chat messages. Clients send items back as they received
+them, and OpenAI adds fields to them often. So unknown fields of an item or a tool are ignored; those of the request are
+treated as in the other endpoints."""
 
 from __future__ import annotations
 

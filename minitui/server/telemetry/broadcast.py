@@ -1,8 +1,6 @@
-"""Applies the engine's records to a state, and sends the records to all watchers.
-
-Each record is applied once and encoded once for all watchers. A watcher that is too slow loses records and notices the
-gap in the record numbers; it does not delay the other watchers.
-"""
+"""Applies the engine's records to a state, and sends the records to all watchers. Each record is applied once and
+encoded once for all watchers. A watcher that is too slow loses records and notices the gap in the record numbers; it
+does not delay the other watchers."""
 
 from __future__ import annotations
 

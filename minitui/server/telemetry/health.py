@@ -1,7 +1,5 @@
-"""Reports the engine's state to load balancers and Prometheus: /health, /ping, /ready, /metrics.
-
-/version and /server_info describe the server.
-"""
+"""Reports the engine's state to load balancers and Prometheus: /health, /ping, /ready, /metrics. /version and
+/server_info describe the server."""
 
 from __future__ import annotations
 

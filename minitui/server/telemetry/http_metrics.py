@@ -1,7 +1,5 @@
-"""Metrics of this process (process_*, python_*) and of HTTP requests, collected with prometheus_client.
-
-The names and labels of the HTTP metrics are those of vLLM's server. metrics.py has the metrics of the engine.
-"""
+"""Metrics of this process (process_*, python_*) and of HTTP requests, collected with prometheus_client. The names and
+labels of the HTTP metrics are those of vLLM's server. metrics.py has the metrics of the engine."""
 
 from __future__ import annotations
 

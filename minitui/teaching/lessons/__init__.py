@@ -1,6 +1,5 @@
-"""The lessons L0 to L10: text about this engine, experiments on it, and questions that the panels answer.
-
-L0 explains the words that the other lessons use; L1 to L10 explain one idea each."""
+"""The lessons L0 to L10: text about this engine, experiments on it, and questions that the panels answer. L0 explains
+the words that the other lessons use; L1 to L10 explain one idea each."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""An experiment: requests that do not fit the pool, on this engine and on vLLM's scheduler.
-
-The decisions of vLLM's scheduler for the same requests are a recording (minitui/teaching/vllm.trace), which
-`python -m tests.support.vllm_lesson` writes.
-"""
+"""An experiment: requests that do not fit the pool, on this engine and on vLLM's scheduler. The decisions of vLLM's
+scheduler for the same requests are a recording (minitui/teaching/vllm.trace), which `python -m
+tests.support.vllm_lesson` writes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Questions that let users predict what the next step does. The step itself then shows the answer.
-
-The engine has already run that step, but the picture still shows the step before it.
-"""
+"""Questions that let users predict what the next step does. The step itself then shows the answer. The engine has
+already run that step, but the picture still shows the step before it."""
 
 from __future__ import annotations
 

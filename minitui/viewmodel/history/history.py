@@ -1,9 +1,6 @@
-"""The history: everything that is folded from records.
-
-AnnotatedState    the newest state
-PastStates        recent records and states, for time travel
-Steps, Rates, Trends, Lanes, TokenTimes, Events, FirstTokens    what happened, in memory of fixed size
-"""
+"""The history: everything that is folded from records. AnnotatedState the newest state PastStates recent records and
+states, for time travel Steps, Rates, Trends, Lanes, TokenTimes, Events, FirstTokens what happened, in memory of fixed
+size"""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Lane: the phases of a request over steps: waiting, prefilling, decoding, preempted, finished.
-
-A lane is a list of spans `(code, first step, last step)`; the last step of the current span is OPEN. On screen, a
-column of `k` steps shows the code with the highest priority: preempted, finished, prefill, decode, waiting.
-"""
+"""Lane: the phases of a request over steps: waiting, prefilling, decoding, preempted, finished. A lane is a list of
+spans `(code, first step, last step)`; the last step of the current span is OPEN. On screen, a column of `k` steps shows
+the code with the highest priority: preempted, finished, prefill, decode, waiting."""
 
 from __future__ import annotations
 

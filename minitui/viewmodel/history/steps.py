@@ -1,7 +1,5 @@
-"""The figures of the last steps, in columns of fixed size: new values replace the oldest.
-
-Columns are `array`s: the garbage collector does not scan them, and numpy reads them without a copy.
-"""
+"""The figures of the last steps, in columns of fixed size: new values replace the oldest. Columns are `array`s: the
+garbage collector does not scan them, and numpy reads them without a copy."""
 
 from __future__ import annotations
 

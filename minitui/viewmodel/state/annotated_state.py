@@ -1,7 +1,5 @@
 """The engine's state; also, for each block, when it last changed and how many prompt tokens it saved from computation.
-
-All these values are folded from records. Folding only the records up to a moment gives the values at that moment.
-"""
+All these values are folded from records. Folding only the records up to a moment gives the values at that moment."""
 
 from __future__ import annotations
 
