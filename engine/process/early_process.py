@@ -36,6 +36,7 @@ def _start(log_file: Path) -> tuple[subprocess.Popen[bytes], Connection]:
     # The engine's waiting threads sleep instead of spinning, because the user interface needs the cores.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     environment.setdefault("KMP_BLOCKTIME", "0")
+    environment.setdefault("OPENBLAS_NUM_THREADS", "1")  # the import of numpy would start a thread for each core
     environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     try:
         log_file.parent.mkdir(parents=True, exist_ok=True)

@@ -8,9 +8,7 @@ import os
 import platform
 import shutil
 import sys
-import tempfile
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +18,7 @@ from engine.errors import EngineError, how_to_install
 from engine.fields import listed
 from engine.process import early_process
 from minitui.chat.model_choice import choose_model
+from minitui.cli.early import log_path
 from minitui.progress import Phases
 from minitui.visible import json_text
 
@@ -94,7 +93,7 @@ def doctor(
 
 async def start_phases(model: str | None) -> list[str]:
     """Starts the model as `minitui chat` does, up to the first token of a first prompt. Returns the phases as lines."""
-    log_file = Path(tempfile.gettempdir()) / f"minitui-doctor-{os.getpid()}.log"
+    log_file = log_path()
     early_process.begin(log_file)
     phases = Phases("Python, imports of the command line")
     phases.begin("engine process: Python and imports")

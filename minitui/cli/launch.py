@@ -14,6 +14,7 @@ from engine.process import early_process
 from minitui import settings as settings_file
 from minitui.chat.model_choice import Choice, load_codec
 from minitui.chat.sessions import Chats
+from minitui.cli.early import log_path
 from minitui.cli.options import engine_config
 from minitui.sampling import OPTIONS, Sampling
 from minitui.sources.base import Source
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from minitui.teaching.stage import Restart
     from minitui.tui.app import MinituiApp
 
-KEPT_LOGS = 10
 NO_MODEL = Choice("", "", "", "model")
 
 
@@ -47,27 +47,6 @@ def changing_source(
         await source.reconfigure(engine_config(choice.name, **(options | changes)))
 
     return source, restart
-
-
-def log_path() -> Path:
-    """Returns the path of the log file for this process's engine. Deletes old logs except the newest KEPT_LOGS."""
-    directory = settings_file.data_dir() / "logs"
-    try:
-        directory.mkdir(exist_ok=True)
-        for old in sorted(directory.glob("engine-*.log"), key=_modified)[:-KEPT_LOGS]:
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        raise settings_file.SettingsError(
-            f"{directory} cannot be written: {error.strerror}. Set MINITUI_DATA to a writable directory."
-        ) from None
-    return directory / f"engine-{os.getpid()}.log"
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # another minitui has just deleted this log
-        return 0.0
 
 
 def make_sampling(options: dict[str, Any], defaults: settings_file.ChatSettings) -> Sampling:

@@ -4,7 +4,6 @@ printed on stderr. Exit code 2: wrong usage; 1: any other failure."""
 from __future__ import annotations
 
 import errno
-import os
 import sys
 from typing import Annotated
 
@@ -80,8 +79,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def main() -> None:
-    """Runs minitui; the entry point. All output is filtered by plain_output (minitui/visible.py)."""
-    _open_closed_streams()
+    """Runs the command line. All output is filtered by plain_output (minitui/visible.py)."""
     end_with_parent()
     with plain_output():
         run()
@@ -102,14 +100,6 @@ def run() -> None:
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             _fail(f"cannot write: {error.strerror}")
         _fail(f"{type(error).__name__}: {error} (this is a bug; its traceback is {_log_crash()})")
-
-
-def _open_closed_streams() -> None:
-    """Opens /dev/null for every closed standard stream (`>&-`). Python sets closed streams to None."""
-    # This order gives each stream its own descriptor (0, 1, 2): `os.open` returns the lowest free descriptor.
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
 
 
 def _fail(sentence: str, code: int = 1) -> None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from engine.errors import EngineError
 from minitui import __version__
 from minitui.chat.conversation import Sampling
-from minitui.cli import launch
+from minitui.cli import early, launch
 from minitui.cli.ask import ask_source
 from minitui.cli.compare import run_names
 from minitui.cli.doctor import EXTRAS, report
@@ -226,6 +226,19 @@ def test_old_logs_are_tidied_away(tmp_path, monkeypatch):
     path = launch.log_path()
     assert path.parent == tmp_path / "logs"
     assert len(list((tmp_path / "logs").iterdir())) == 10
+
+
+def test_only_a_command_that_needs_an_engine_starts_its_process_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINITUI_DATA", str(tmp_path))
+    begun: list[Path] = []
+    monkeypatch.setattr(early.early_process, "begin", begun.append)
+    for words in "", "doctor", "chat --help", "chat --connect=http://localhost", "ask -h", "chat --web":
+        early.begin(words.split())
+    assert not begun
+    early.begin(["chat", "--model", "Qwen/Qwen3-0.6B"])
+    assert begun == [early.log_path()], "live_source takes the process with this log"
 
 
 def test_the_phases_of_a_start_begin_with_the_process_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
