@@ -14,6 +14,7 @@ from minitui.dev.simulator import CLASSROOM, Load
 from minitui.settings import Settings
 from minitui.sources.replay import ReplaySource
 from minitui.trace.bundled import bundled
+from minitui.tui.glyphs import glyphs
 from minitui.tui.panels import ALONE, IN_ORDER, PANELS, Room
 from minitui.tui.replay_app import ReplayApp
 from minitui.tui.screens.inspect import InspectScreen
@@ -316,9 +317,11 @@ async def test_a_small_terminal_says_that_a_stream_stalled_and_a_text_was_evicte
         await until(pilot, lambda: isinstance(app.screen, InspectScreen) and app.position >= 120)
         strip = app.screen.query_one(PanelStrip)
         await until(pilot, lambda: "ms" in strip.text)
-        assert strip.text.startswith("[blocks] table  lanes  495 ms  tree  × 112 ")
+        assert strip.text == "[blocks] table  lanes  r4 stalled 495 ms  tree  × The KV cache… evicted  +5"
         await press(pilot, "tab", "tab")
-        assert "[lanes] 495 ms " in strip.text and " 495 ms: queue" in app.screen.query_one(BatchLanes).text
+        assert "[lanes] r4 stalled" in strip.text and " 495 ms: queue" in app.screen.query_one(BatchLanes).text
+        await press(pilot, "tab")
+        assert "// The KV cache".replace("/", glyphs().unused) in app.screen.query_one(RadixTree).text
 
 
 async def test_a_small_terminal_names_all_panels_and_a_click_shows_one(monkeypatch: pytest.MonkeyPatch) -> None:

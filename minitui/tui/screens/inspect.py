@@ -12,7 +12,7 @@ from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 
-from minitui.text import ms
+from minitui.text import count, ms
 from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.panels import ALONE, IN_ORDER, PANELS, Room
@@ -25,12 +25,14 @@ from minitui.tui.widgets.inspect.details import Details, HoverCard
 from minitui.tui.widgets.inspect.events import Events
 from minitui.tui.widgets.inspect.lanes import BatchLanes
 from minitui.tui.widgets.inspect.timeline import JumpRequested, TimelineClosed, TimelineOpened
+from minitui.tui.widgets.rows import clean, whole_words
 from minitui.viewmodel.view import View
 
 WIDE, TALL = 100, 32  # a smaller terminal shows one panel at a time
 BOTH = 44  # a terminal with fewer rows shows either the requests or the timeline of one
 BARS = (2, 1)  # `every` and `turn` (see Panel) of the top bar and the status bar
 SKIPPING_EVERY = 4  # while frames are skipped, the least number of frames between two paintings of a panel
+QUOTE = 16  # cells for an evicted text
 PAINT_S = 0.005  # the panels of a frame are painted in turns of about this time
 
 
@@ -299,16 +301,21 @@ class InspectScreen(BaseScreen[None]):
 
     def _to_see(self, view: View) -> dict[str, str]:
         """Returns what there is to see in panels that a small terminal does not show: the worst stall of the lanes, and
-        the tokens that were just evicted from the tree."""
+        the text that was just evicted from the tree."""
         lanes, size = self._panels["lanes"], self.size
         assert isinstance(lanes, BatchLanes)
         moment = view.moment.horizon if view.moment.still else int(view.moment.now)
         if not lanes.display and moment != self._looked:
             lanes.picture(view, size.width - 4, size.height // 2)  # once a second
         self._looked = moment
-        evicted = sum(last.tokens for last in view.moment.just_evicted())
-        marks = {"lanes": f" {ms(lanes.stall.gap.ms)} ms " if lanes.stall is not None else ""}
-        return marks | {"tree": f" {glyphs().times} {evicted:,} " if evicted else ""}
+        marks = {}
+        if lanes.stall is not None:
+            marks["lanes"] = f" {view.texts.request(lanes.stall.lane.id)} stalled {ms(lanes.stall.gap.ms)} ms "
+        if evicted := view.moment.just_evicted():
+            quote = whole_words(clean(view.texts.evicted(evicted[-1].ids)), QUOTE)
+            what = quote or count(sum(last.tokens for last in evicted), "token")
+            marks["tree"] = f" {glyphs().times} {what} evicted "
+        return marks
 
     # ---- messages and actions
 

@@ -223,8 +223,10 @@ class PanelStrip(Bar):
     def picture(self, view: View, width: int, height: int) -> Picture:
         words = {name: "blocks" if name == "map" else name for name in self.names}
         names, marks = list(self.names), self.marks
-        while len(names) > 1 and sum(len(words[name]) + len(marks.get(name, "")) + 2 for name in names) > width:
+        room = width
+        while len(names) > 1 and sum(len(words[name]) + len(marks.get(name, "")) + 2 for name in names) > room:
             del names[0 if names[-1] == self.current else -1]  # the current panel is always named
+            room = width - 3  # for the number of the others
         row = Row()
         self.places = places = []
         for name in names:
@@ -235,6 +237,8 @@ class PanelStrip(Bar):
                 row.add(f" {words[name]} ", "dim")
             row.add(marks.get(name, ""), "bold on-fill on bad")
             places.append((start, row.width, name))
+        if len(names) < len(self.names):
+            row.add(f" +{len(self.names) - len(names)}", "dim")
         return Picture([row.done(width)])
 
     def clicked(self, view: View, column: int, row: int) -> None:

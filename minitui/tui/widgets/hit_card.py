@@ -19,7 +19,7 @@ LEAST_S = 1.0  # a hit is shown for so long, also if there are more
 # Each character has 5 rows of 3 dots: an octal digit is a row.
 _DOTS = {
     "0": "75557", "1": "26227", "2": "71747", "3": "71717", "4": "55711", "5": "74717", "6": "74757", "7": "71111",
-    "8": "75757", "9": "75717", "×": "05250", "%": "51245", "<": "12421", ".": "00001",
+    "8": "75757", "9": "75717", "×": "05250", "<": "12421", ".": "00001",
 }
 _HALVES = {(False, False): " ", (True, False): "▀", (False, True): "▄", (True, True): "█"}
 
@@ -78,7 +78,7 @@ def rows(view: View, hit: Hit, width: int) -> list[tuple[Run, ...]]:
     if gain is not None:
         number, words = f"{gain:.1f}×" if gain < 99.5 else f"{gain:.0f}×", ("first", "token", "sooner")
     else:
-        number, words = f"{share:.0f}%" if share >= 1 else "<1%", ("of the", "prompt", "cached")
+        number, words = f"{share:.0f}" if share >= 1 else "<1", ("% of the", "prompt", "cached")
     bars = [lane for lane in (hit.source, hit.lane) if lane is not None]
     most = max(lane.prompt_tokens for lane in bars)
     labels = [view.texts.request(lane.id) for lane in bars]

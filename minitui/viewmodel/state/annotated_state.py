@@ -76,12 +76,13 @@ EVICTED_IDS_KEPT = 40  # token ids that are kept per eviction, from the first: t
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """The blocks that an eviction took from the end of a node. `t`: engine time."""
+    """The blocks that an eviction took from the end of a node. `t`: engine time. `ids`: the first token ids (int32)."""
 
     t: float
     node: int
     parent: int
     tokens: int
+    ids: bytes
 
 
 # Sequence number, engine time and kind of a record, request (for "evict": node), blocks. A flat tuple of numbers and
@@ -245,7 +246,7 @@ class AnnotatedState(Reader):
         start = (len(view.blocks) - blocks) * state.block_size
         # Thousands of evictions are kept: bytes need less memory than a list, and the garbage collector ignores them.
         ids = view.ids[start : start + EVICTED_IDS_KEPT].tobytes()
-        self.evicted.append(Eviction(t, node, view.parent, len(view.ids) - start))
+        self.evicted.append(Eviction(t, node, view.parent, len(view.ids) - start, ids))
         evicted = kinds.Evict.apply(state, node, blocks)
         for block in evicted:
             changed[block] = t

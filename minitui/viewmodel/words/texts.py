@@ -67,6 +67,11 @@ class Texts:
         found = _NUMBERED.match(self.group_name(group))
         return (int(found[2]) - 1 if found else crc32(group.encode())) if group else None
 
+    def evicted(self, ids: bytes, most: int = QUOTE_WIDTH) -> str:
+        """Returns the beginning of an evicted text, of which these are the first token ids; empty: not readable."""
+        found = array("i", ids)
+        return "" if not ids or is_hidden(found, self.decode) else quoted(without_markup(self.decode(found)), most)
+
     def event(self, event: Event, short: bool = False) -> str:
         """Returns the event as a sentence, or in few words for narrow panels if `short`."""
         if event.kind == "refuse" and event.record.group:  # a refused request has no number: name its chat
@@ -82,9 +87,6 @@ class Texts:
         if words is None:
             if len(self._events) > EVENTS_KEPT:
                 self._events.clear()
-            quote = ""
-            if event.evicted and not is_hidden(array("i", event.evicted), self.decode):
-                quote = quoted(without_markup(self.decode(array("i", event.evicted))), QUOTE_WIDTH)
             if event.kind == "finish" and lane is not None:
                 stats = history.tokens.stats(lane, lane.finish_step)
                 words = describe(event, lane, tok_s=None if stats is None else stats.tok_s)
@@ -95,7 +97,8 @@ class Texts:
                 why = why_ended(history, lane, record.stop, record.at, record.tokens, record.detail)
                 return describe(event, lane, why=why)  # not kept: the time is known when its prefill ends
             else:
-                words = describe(event, lane, quote, order=RECORDED_POLICIES[history.live.state.eviction_policy].words)
+                order = RECORDED_POLICIES[history.live.state.eviction_policy].words
+                words = describe(event, lane, self.evicted(event.evicted), order=order)
             self._events[event.seq] = words
         return words
 

@@ -44,7 +44,7 @@ class Bar:
     text: str
     first: int = 0  # the first row
     rows: int = 1
-    name: str = ""  # behind the bar
+    name: str = ""  # behind the bar; of an evicted text: how it began
     ink: str = "ink"  # the style of the name: the colour of the chat
     rank: str = ""  # at the right edge
     kept: Sequence[tuple[int, str]] = ()  # what the side groups hold of the node (kept_ends)
@@ -114,22 +114,25 @@ def icicle(
     own_tokens(0)
     next_row = len(placed.reach)
     room = height - 1
-    gone: dict[tuple[int, int], int] = {}  # (node, parent) -> tokens
+    gone: dict[tuple[int, int], tuple[int, bytes]] = {}  # (node, parent) -> tokens, the first ids
     for last in (just_evicted := view.moment.just_evicted()):
-        gone[last.node, last.parent] = gone.get((last.node, last.parent), 0) + last.tokens
+        before, _ = gone.get((last.node, last.parent), (0, b""))
+        gone[last.node, last.parent] = before + last.tokens, last.ids
     evicted = list(gone.items())[-max(1, room // 3) :]
     if evicted:
         keeps = min(next_row, room - len(evicted))
         bars[:] = [bar for bar in bars if bar.first < keeps]
         for bar in bars:
             bar.rows = min(bar.rows, keeps - bar.first)
-        for row, ((last_of, parent), tokens) in enumerate(evicted, keeps):
+        for row, ((last_of, parent), (tokens, ids)) in enumerate(evicted, keeps):
             begin = ends.get(last_of, ends.get(parent, 0))
             words = f"{glyphs().times} {count(tokens, 'token')} just evicted"
             away = 0.0 if view.moment.still or len(just_evicted) > 1 else view.moment.age(just_evicted[0].t) / MOVE_S
             found.moving |= 0 < away < 1
             moved_by = round(MOVE * min(1.0, away))
-            bars.append(Bar("evicted", last_of, begin, begin + tokens, "bad", words, row, moved=moved_by))
+            bar = Bar("evicted", last_of, begin, begin + tokens, "bad", words, row, moved=moved_by)
+            bar.name = view.texts.evicted(ids)
+            bars.append(bar)
         next_row += len(evicted)
     found.spare = room - next_row
     most = max((bar.end for bar in bars if bar.first < room), default=1)
@@ -212,7 +215,9 @@ def _row(bars: Sequence[Bar], y: int, per_column: float, marks: Marks, width: in
         if bar.kind == "evicted":
             left = width - at - 1
             room = max(1, min(room, left - len(bar.text)))
-            row.add(g.unused * room, "bad").add(" " + cut(bar.text, max(1, left - room)), "bold bad")
+            quote = f" {whole_words(clean(bar.name), room - 4)} " if bar.name and room >= WORDS else ""
+            row.add(g.unused * min(2, room), "bad").add(quote, "bold bad")
+            row.add(g.unused * (at + room - row.width), "bad").add(" " + cut(bar.text, max(1, left - room)), "bold bad")
             continue
         if bar.kind == "request":
             row.add(g.filling * room, "active")

@@ -172,7 +172,8 @@ selected node.""")
         title = f"Radix tree · {count(picture.nodes, 'node')}, {count(picture.tokens, 'token')}"
         whole_title = title
         if self.icicle is not None and (name := next((row for row in picture.rows if row.name), None)):
-            whole_title += f" · {name.text.removeprefix(name.name).lstrip(' ·')}"  # why the nodes have no texts: once
+            why = name.text.removeprefix(name.name).strip(" ·")  # why the nodes have no texts: once
+            whole_title += f" · {why}" if why else ""
         if runs_width(note) + len(whole_title) + 8 > width:
             whole_title = title
         return Picture(rows[:height], title=whole_title, note=note, legend=key)
