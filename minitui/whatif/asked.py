@@ -157,6 +157,9 @@ def hides_texts(kept: Kept) -> bool:
     return len(seen) <= 1
 
 
+TIMED = Steps.READS.keys() | Lanes.READS.keys()  # the kinds of records whose time counts
+
+
 class _Folding(Reader):
     """Folds records, and takes what each request asked from the state before it loses its blocks."""
 
@@ -188,14 +191,14 @@ class _Folding(Reader):
         if not self._started:
             self._started = True
             self.clock._t = record[1]  # the snapshot before the first record has no time
-        self.clock.advance(record)
         kind = kind_of(record)
-        if kind in READ:
+        if kind in TIMED:
+            self.clock.advance(record)
             if kind == "step":
                 self.tokens.before_step(named(record).step)
             self._steps.read(record)
             self.lanes.read_at(record, self.clock.now)
-            self.read(record)
+        self.read(record)
         self.state.apply(record)
         if kind == "submit":
             self._waiting |= len(self.state.requests) == 1
@@ -305,10 +308,6 @@ class _Folding(Reader):
             for block in blocks:
                 self._texts[block] = self.numbered // size + 1
                 self.numbered += size
-
-
-# The kinds of records that are more than applied.
-READ = Steps.READS.keys() | Lanes.READS.keys() | _Folding.READS.keys()
 
 
 def _spelled(numbers: list[int], size: int) -> array[int]:

@@ -23,7 +23,7 @@ from engine.core.step_clock import StepClock, StepTimes
 from engine.errors import EngineError, InvalidRequest
 from engine.info import EngineInfo
 from engine.params import SamplingParams
-from engine.trace.kind import Record, kind_of, named
+from engine.trace.kind import Record
 from engine.trace.records import RecordLog
 from engine.trace.side_pool import SideGroup
 from minitui.text import count
@@ -47,7 +47,8 @@ from minitui.whatif.cost import (
 from minitui.whatif.settings import Setting
 
 STOP = (1 << 31) - 2  # the id that ends a reply
-AFTER = MOST_SPECULATIVE_TOKENS + 2  # tokens that are drawn after the last one of a reply, at most
+STOPS = frozenset({STOP})
+AFTER = [STOP] * (MOST_SPECULATIVE_TOKENS + 2)  # what may be drawn after the last token of a reply
 EARLIER_STEPS = 16  # steps without cost, in which requests that ran before the recording take their place
 ARRIVALS = ("recorded", "closed")
 """recorded: each request comes when it came; closed: as long after the answer before it in its chat as it did."""
@@ -187,7 +188,7 @@ class Player:
         self.log = RecordLog(clock=lambda: self.device.now, limit=1 << 62)
         self.engine = Engine(
             self.device, setting.scheduler(), overlap=costs.overlap, prefix_caching=setting.cache,
-            eviction_policy=setting.eviction, eos_ids=frozenset({STOP}), log=self.log,
+            eviction_policy=setting.eviction, log=self.log,
             clock=PlayedClock(self.log, self.device),
         )
         self.device.running = lambda: self.engine.scheduler.running
@@ -213,7 +214,9 @@ class Player:
         self.device.charge(self._costs)
         self.began = self.device.now
         self.snapshot = self.engine.snapshot()
-        self.log.enabled, self.log.watch = self._traced, self._watch
+        self.log.enabled = self._traced
+        tree = self.engine.cache.tree
+        self._evict, tree.evict = tree.evict, self._count_evicted  # type: ignore[method-assign]
         self.twice = -self.engine.cache.waste.preempted
         first_step = self.engine.scheduler.step
         for asked in self.recorded.requests:
@@ -243,9 +246,10 @@ class Player:
         self.twice += self.engine.cache.waste.preempted
         return self
 
-    def _watch(self, record: Record) -> None:
-        if kind_of(record) == "evict":
-            self.evicted += named(record).blocks
+    def _count_evicted(self, n: int, reason: str) -> int:
+        freed = self._evict(n, reason)
+        self.evicted += freed
+        return freed
 
     # ---- requests
 
@@ -285,14 +289,16 @@ class Player:
 
     def _submit(self, asked: Asked, begin: int = 0) -> None:
         """Submit a request; `begin`: its tokens so far, if its reply has begun."""
-        ids = self.recorded.ids(asked, self._unknown)
-        params = SamplingParams(max_tokens=max(1, asked.most - (begin or asked.prompt)))
-        try:
-            request = self.engine.add_request(
-                ids[: begin or asked.prompt], params, asked.group, priority=asked.priority,
-                cache_salt=_salt(asked.salt),
+        ids, n, scheduler = self.recorded.ids(asked, self._unknown), begin or asked.prompt, self.engine.scheduler
+        params = SamplingParams(max_tokens=max(1, asked.most - n))
+        try:  # not Engine.add_request: a recording's ids need no check
+            request = Request(
+                len(self.played) + 1, ids[:n], params, 0, scheduler.limit_for(n, params), STOPS, asked.group,
+                priority=asked.priority, cache_salt=_salt(asked.salt), prompt_len=n,
             )
-        except InvalidRequest:
+            scheduler.add(request)
+        except InvalidRequest as error:
+            self.log.append("refuse", asked.group, str(error))
             self.refused.append(asked)
             self._answered(asked)
             return
@@ -302,7 +308,8 @@ class Player:
             ids[-1] = STOP
         elif asked.reply and asked.total > request.max_total:
             self.cut += 1
-        self.device.replies[request.id] = ids + [STOP] * AFTER
+        ids += AFTER
+        self.device.replies[request.id] = ids
         self.played[request.id] = Played(asked, request.submitted_at)
         if not asked.reply:
             stayed = (asked.ended or asked.at) - asked.at
