@@ -15,13 +15,16 @@ import os
 import shutil
 import struct
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from triton import AsyncCompileMode
+from triton.runtime import build
 from triton.runtime._async_compile import active_mode
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.errors import OutOfResources
@@ -42,6 +45,7 @@ class CompileAhead(AsyncCompileMode):
         self._threads = ThreadPoolExecutor(max(1, cores - 1), "kernels", torch.cuda.set_device, (device,))
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_S, self._interval))
+        build._load_module_from_path = load_alone
         super().__init__(self._threads, ignore_errors=True)  # a launch raises them again
         self.__enter__()
 
@@ -82,6 +86,20 @@ class CompileAhead(AsyncCompileMode):
 def compiler() -> CompileAhead | None:
     """Returns what compiles this thread's kernels ahead; None: another engine of this thread has one already."""
     return CompileAhead() if active_mode.get() is None else None
+
+
+_loading = threading.Lock()
+_load = build._load_module_from_path
+
+
+def load_alone(name: str, path: str) -> Any:
+    """Returns what the extension module in a file contains.
+
+    All launchers of Triton 3.6 are modules of one name. When Python loads a file again, it changes the last module of
+    this name, which another thread may be about to use: that thread's kernel then got the launcher of another kernel.
+    """
+    with _loading:
+        return SimpleNamespace(**vars(_load(name, path)))
 
 
 def _compiled(key: str, compile: Callable[[], Any]) -> Any:
