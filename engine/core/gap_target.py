@@ -3,15 +3,16 @@
 
 The time of a step depends on the model, the card, the lengths of the contexts and the number of replies. No formula has
 all of these. But the steps are measured: each step with prompts says how many of its tokens would have filled the time
-that the target leaves beside the decodes. Chunks grow and shrink by at most a factor of two from step to step, so one
-slow step (a garbage collection, another program) does not stop the prompts.
+that the target leaves beside the decodes. Prompts get at least half of the time of the decodes, so a target that is too
+small does not stop them. Chunks grow and shrink by at most a factor of two from step to step, so one slow step (a
+garbage collection, another program) does not stop them either.
 """
 
 from __future__ import annotations
 
-LEAST = 16  # tokens that a step may always compute, also if the decodes alone take longer than the target
+LEAST = 16  # tokens that a step may always compute
 SHARE = 128  # this part of a budget is allowed, too: on a GPU, 64 tokens take no longer than 16
-NEWER = 0.2  # weight of the newest step in the usual time of a step without prompts
+NEWER = 0.2  # weight of the newest step in the usual time
 
 
 class GapTarget:
@@ -21,17 +22,18 @@ class GapTarget:
         self.tokens = self.least = min(most, max(LEAST, most // SHARE))
         self._most = most
         self._target_s = max_gap_ms / 1e3
-        self._decode_s = 0.0  # the usual time of a step that only decodes; 0: unknown
+        self._decode_s = 0.0  # the usual time of a step with few prompt tokens or none; 0: unknown
 
     def measured(self, decodes: int, prompt_tokens: int, took_s: float) -> None:
         """Learn from a step that was committed. `took_s`: seconds since the results of the step before it."""
         if not decodes:
             return
-        if not prompt_tokens:
+        if prompt_tokens <= self.least:  # it takes about as long as without them
             before = self._decode_s or took_s
             self._decode_s = before + NEWER * (took_s - before)
-            return
-        room, took = self._target_s - self._decode_s, took_s - self._decode_s
+            if not prompt_tokens:
+                return
+        room, took = max(self._target_s - self._decode_s, self._decode_s / 2), took_s - self._decode_s
         fitting = prompt_tokens * room / took if took > 0 else 2.0 * self.tokens
         if fitting > self.tokens and 2 * prompt_tokens < self.tokens:
             return  # the prompts were short: the step says little about long chunks

@@ -119,13 +119,14 @@ def test_one_slow_step_does_not_stop_the_prompts() -> None:
     assert gaps.tokens > 0.9 * usual
 
 
-def test_a_target_that_no_step_can_keep_still_lets_prompts_go_on() -> None:
+def test_a_target_that_the_decodes_alone_miss_leaves_prompts_a_part_of_each_step() -> None:
     run = Run(max_gap_ms=1.0)
     run.add(16, 4000)
     run.until(lambda: bool(run.tokens))
     long = run.add(1000)
     run.until(lambda: long in run.tokens)
-    assert run.engine.scheduler.gaps is not None and run.engine.scheduler.gaps.tokens == LEAST
+    alone = (STEP_S + TOKEN_S) / TOKEN_S  # tokens that take as long as the decodes
+    assert run.engine.scheduler.gaps is not None and alone / 2 < run.engine.scheduler.gaps.tokens <= alone
 
 
 def test_the_budget_is_recorded_and_whole_again_without_replies_or_prompts() -> None:
