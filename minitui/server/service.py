@@ -229,7 +229,8 @@ class Service:
     @property
     def names(self) -> tuple[str, ...]:
         """All names of the model in requests, except "default"."""
-        return self.settings.served_names or (str(self._client.info.model) if self._client is not None else "",)
+        names = tuple(filter(None, self.settings.served_names))
+        return names or (str(self._client.info.model) if self._client is not None else "",)
 
     @property
     def condition(self) -> Condition:

@@ -419,6 +419,9 @@ def test_the_model_has_several_names(server: Running, monkeypatch: pytest.Monkey
     assert server.get("/v1/models/gpt-4o-mini").json()["id"] == "gpt-4o-mini"
     error = server.post(CHAT, {"messages": [QUESTION], "model": "gpt-4"}).json()["error"]
     assert error["code"] == "model_not_found" and "'tutor' and 'gpt-4o-mini'" in error["message"]
+    server.set(monkeypatch, served_names=("",))  # as of `minitui serve --model`
+    [card] = server.get("/v1/models").json()["data"]
+    assert card["id"] == server.get("/server_info").json()["model"] == "model", "the name of its directory"
 
 
 # ---- scheduling
