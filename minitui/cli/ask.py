@@ -27,8 +27,7 @@ POLL_S = 0.02
 
 @with_options("sampling", "engine")
 def ask(
-    sampling: dict[str, Any],
-    engine: dict[str, Any],
+    sampling: dict[str, Any], engine: dict[str, Any],
     question: Annotated[
         str, typer.Argument(help="The question. Without it, or with '-', stdin is read.", callback=valid_text)
     ] = "-",

@@ -28,10 +28,7 @@ TUTOR_KV_TOKENS = 4096  # the bundled model's longest conversation
 
 @with_options("sampling", "looks", "opening", "engine")
 def chat(
-    context: typer.Context,
-    sampling: dict[str, Any],
-    looks: dict[str, Any],
-    opening: dict[str, Any],
+    context: typer.Context, sampling: dict[str, Any], looks: dict[str, Any], opening: dict[str, Any],
     engine: dict[str, Any],
     model: Model = None,
     system: System = None,

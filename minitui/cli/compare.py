@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 
 @with_options("looks", "opening")
 def compare(
-    context: typer.Context,
-    looks: dict[str, Any],
-    opening: dict[str, Any],
+    context: typer.Context, looks: dict[str, Any], opening: dict[str, Any],
     what: Annotated[
         list[str] | None,
         typer.Argument(

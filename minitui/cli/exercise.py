@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 @with_options("looks", "opening")
 def exercise(
-    context: typer.Context,
-    looks: dict[str, Any],
-    opening: dict[str, Any],
+    context: typer.Context, looks: dict[str, Any], opening: dict[str, Any],
     name: Annotated[
         str | None,
         typer.Argument(help="admit, evict, chunk, preempt or sample. Default: list the exercises."),

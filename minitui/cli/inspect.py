@@ -23,9 +23,7 @@ INSTALL = "pip install 'minitui[vllm]'"
 
 @with_options("looks", "opening")
 def inspect(
-    context: typer.Context,
-    looks: dict[str, Any],
-    opening: dict[str, Any],
+    context: typer.Context, looks: dict[str, Any], opening: dict[str, Any],
     connect: Annotated[str, typer.Option(help="Address of the server, as in http://host:8000.")],
     key: Key = "",
     kv_events: Annotated[

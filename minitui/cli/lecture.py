@@ -21,9 +21,7 @@ TOLD = 300  # the most steps of a scene on the page for afterwards
 
 @with_options("looks", "opening")
 def lecture(
-    context: typer.Context,
-    looks: dict[str, Any],
-    opening: dict[str, Any],
+    context: typer.Context, looks: dict[str, Any], opening: dict[str, Any],
     sheet: Annotated[
         Path | None, typer.Argument(help="A run sheet. Default: the bundled one, of 50 minutes.", metavar="[RUN.toml]")
     ] = None,

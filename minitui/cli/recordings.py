@@ -19,9 +19,7 @@ from minitui.tui.terminal import need_terminal
 
 @with_options("looks", "opening")
 def replay(
-    context: typer.Context,
-    looks: dict[str, Any],
-    opening: dict[str, Any],
+    context: typer.Context, looks: dict[str, Any], opening: dict[str, Any],
     trace: Annotated[
         str | None,
         typer.Argument(

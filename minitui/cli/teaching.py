@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 @with_options("looks", "opening")
 def demo(
-    context: typer.Context,
-    looks: dict[str, Any],
-    opening: dict[str, Any],
+    context: typer.Context, looks: dict[str, Any], opening: dict[str, Any],
     name: Annotated[str | None, typer.Argument(help="Name of a demo. Default: list the demos.")] = None,
     plain: Annotated[
         bool, typer.Option("--plain", "--headless", help="Print lines of text; the default without a terminal.")
@@ -86,9 +84,7 @@ def demo(
 
 @with_options("looks", "opening")
 def lesson(
-    context: typer.Context,
-    looks: dict[str, Any],
-    opening: dict[str, Any],
+    context: typer.Context, looks: dict[str, Any], opening: dict[str, Any],
     number: Annotated[str | None, typer.Argument(help="0 to 10. Default: list the lessons.")] = None,
     plain: Annotated[
         bool,

@@ -22,7 +22,7 @@ from minitui.chat.sessions import Chats
 from minitui.chat.store import Store, StoreError
 from tests.support.chat_file import open_chats
 from tests.support.fake_client import END, START, ByteCodec, FakeSource
-from tests.support.waiting import until
+from tests.support.waiting import ask, until
 
 CODEC = ByteCodec()
 SYSTEM = "You explain inference engines. " * 3
@@ -42,8 +42,7 @@ async def answered(*sessions: Session) -> None:
 async def test_a_second_turn_begins_with_exactly_the_ids_of_the_first():
     chats = await chats_on(FakeSource())
     session = chats.new(SYSTEM)
-    chats.send(session, "What is a block table?")
-    await answered(session)
+    await ask(chats, session, "What is a block table?")
     kept = list(session.ids)
     assert kept[-1] == END  # the reply's end token belongs to the conversation
     session.messages.append(Message("user", "and a radix tree?"))
@@ -56,11 +55,9 @@ async def test_a_second_turn_begins_with_exactly_the_ids_of_the_first():
 async def test_the_second_turn_takes_every_full_block_of_the_first_from_the_cache():
     chats = await chats_on(FakeSource())
     session = chats.new(SYSTEM)
-    chats.send(session, "What is a block table?")
-    await answered(session)
+    await ask(chats, session, "What is a block table?")
     written = len(session.ids) - 1  # the last token drawn has no KV
-    chats.send(session, "and a radix tree?")
-    await answered(session)
+    await ask(chats, session, "and a radix tree?")
     assert session.messages[-1].metrics["cached_tokens"] == written // 16 * 16
 
 
@@ -96,12 +93,10 @@ def test_an_answer_cut_inside_a_character_gets_new_ids():
 async def test_a_template_that_drops_thinking_says_where_the_turn_diverges_and_why():
     chats = await chats_on(FakeSource(lambda prompt: "<think>hm</think>\n\nIt maps positions."))
     session = chats.new("")
-    chats.send(session, "What is a block table?")
-    await answered(session)
+    await ask(chats, session, "What is a block table?")
     assert split_thinking(session.messages[-1].text) == ("hm", "It maps positions.", False)
     kept = list(session.ids)
-    chats.send(session, "more")
-    await answered(session)
+    await ask(chats, session, "more")
     diverged = session.messages[-1].metrics["diverged"]
     assert diverged["reason"] == "the template drops the thinking of earlier turns"
     at = diverged["at"]
@@ -113,8 +108,7 @@ async def test_a_template_that_drops_thinking_says_where_the_turn_diverges_and_w
 async def test_a_changed_system_prompt_diverges_in_the_first_tokens():
     chats = await chats_on(FakeSource())
     session = chats.new("You are terse.")
-    chats.send(session, "What is a block table?")
-    await answered(session)
+    await ask(chats, session, "What is a block table?")
     chats.set_system(session, "You are wordy.")
     session.messages.append(Message("user", "again"))
     prompt = chats.prompt(session)
@@ -137,8 +131,7 @@ def test_with_any_kept_ids_the_prompt_has_the_text_of_the_template(turns, data):
 async def test_a_fork_shares_its_past_and_continues_independently():
     chats = await chats_on(FakeSource())
     session = chats.new(SYSTEM)
-    chats.send(session, "What is a block table?")
-    await answered(session)
+    await ask(chats, session, "What is a block table?")
     fork = chats.fork(session)
     assert fork.parent == session.id
     assert fork.note.endswith("the blocks of it that the cache still has"), "it may have none"
@@ -208,8 +201,7 @@ async def test_a_reopened_chat_continues_with_the_same_ids(tmp_path):
     store = Store(tmp_path / "chats.sqlite")
     chats = await chats_on(FakeSource(), store)
     session = chats.new(SYSTEM)
-    chats.send(session, "What is a block table?")
-    await answered(session)
+    await ask(chats, session, "What is a block table?")
     store.close()
     again = await chats_on(FakeSource(), Store(tmp_path / "chats.sqlite"))
     assert again.restore() == 1
@@ -227,8 +219,7 @@ async def test_chats_are_restored_before_the_engine_is_known_and_ids_of_another_
     store = Store(tmp_path / "chats.sqlite")
     chats = await chats_on(FakeSource(), store)
     session = chats.new(SYSTEM)
-    chats.send(session, "What is a block table?")
-    await answered(session)
+    await ask(chats, session, "What is a block table?")
     for model, kept in ((chats.model, len(session.ids)), ("another", 0)):
         source = FakeSource()
         store.close()
@@ -369,8 +360,7 @@ async def test_only_what_was_cancelled_here_is_said_to_be_cancelled():
 async def test_a_replay_computes_its_prompt_first_if_the_cache_has_nothing_of_it():
     chats = await chats_on(source := FakeSource())
     session = chats.new(SYSTEM)
-    chats.send(session, "Why?")
-    await answered(session)
+    await ask(chats, session, "Why?")
     chats.begins_in_cache = lambda ids: True
     await answered(chats.replay(session, "Why?"))
     assert [record[2] for record in source.drain_records()].count("submit") == 2
@@ -496,8 +486,7 @@ async def test_after_a_failure_of_the_chat_file_all_chats_are_saved(tmp_path, mo
     told: list[str] = []
     chats.saver.on_unsaved = told.append
     one, two, gone = chats.new(SYSTEM), chats.new(SYSTEM), chats.new(SYSTEM)
-    chats.send(gone, "first of all")
-    await answered(gone)
+    await ask(chats, gone, "first of all")
     monkeypatch.setattr(store, "together", failing)
     for session in (one, two):
         chats.send(session, "Is this kept?")
@@ -526,6 +515,5 @@ async def test_any_exception_ends_the_answer(monkeypatch):
     chats = await chats_on(FakeSource())
     session = chats.new(SYSTEM)
     monkeypatch.setattr(CODEC, "apply_chat_template", lambda *_, **__: 1 // 0, raising=False)
-    chats.send(session, "x")
-    await answered(session)
+    await ask(chats, session, "x")
     assert session.state == "error" and "ZeroDivisionError" in session.messages[-1].error

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 from minitui.server import notices
+from minitui.server.messages.schema import MessagesRequest
+from minitui.server.openai.chat_schema import ChatRequest
+from minitui.server.openai.text_schema import CompletionRequest
+from minitui.server.responses.schema import ResponsesRequest
 from tests.support.events import chunks_of
 from tests.support.serving import Running, serving
 
@@ -121,11 +125,6 @@ def test_every_field_of_the_official_clients_has_its_decision() -> None:
     from openai.types import completion_create_params as completions
     from openai.types.chat import completion_create_params as chats
     from openai.types.responses import response_create_params as responses
-
-    from minitui.server.messages.schema import MessagesRequest
-    from minitui.server.openai.chat_schema import ChatRequest
-    from minitui.server.openai.text_schema import CompletionRequest
-    from minitui.server.responses.schema import ResponsesRequest
 
     undecided = {"moderation"}  # refused as unknown: this server moderates nothing
     for request, params in (

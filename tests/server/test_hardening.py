@@ -19,8 +19,12 @@ import psutil
 import pytest
 
 from engine.errors import EngineError
+from engine.process.client import EngineClient
 from engine.process.heartbeat import Condition
+from minitui.server.command import DEAD_PEER_S, listen
 from minitui.server.settings import Role, ServerSettings
+from minitui.server.sse import EventStream
+from minitui.server.telemetry.broadcast import MAX_UNREAD, Watcher
 from tests.support.bodies import EXPLODING
 from tests.support.events import data_of
 from tests.support.serving import Open, Running, serving
@@ -111,8 +115,6 @@ def test_a_reply_has_a_time_limit(server: Running, monkeypatch: Any) -> None:
 
 
 def test_a_reader_that_stops_reading_is_dropped() -> None:
-    from minitui.server.sse import EventStream
-
     ended: list[bool] = []
     sent: list[int] = []
 
@@ -137,8 +139,6 @@ def test_a_reader_that_stops_reading_is_dropped() -> None:
 
 
 def test_a_slow_watcher_loses_records_not_memory() -> None:
-    from minitui.server.telemetry.broadcast import MAX_UNREAD, Watcher
-
     watcher = Watcher()
     for _ in range(100):
         watcher.put(b"x" * (MAX_UNREAD // 10))
@@ -211,8 +211,6 @@ def test_an_unexpected_error_reveals_no_internals_to_the_caller(server: Running,
 
 
 def test_a_dead_engine_is_reported_and_restarted(server: Running) -> None:
-    from engine.process.client import EngineClient
-
     stream = Open(server.host.port, CHAT, {**LONG, "stream": True})
     stream.read_until(b"content")
     before = server.service.broadcast.engine_count
@@ -298,8 +296,6 @@ def test_sigterm_ends_server_and_engine_in_time(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system notices lost networks otherwise")
 def test_a_dead_peer_is_dropped_in_time() -> None:
-    from minitui.server.command import DEAD_PEER_S, listen
-
     with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
         accepted, _ = listening.accept()
         with accepted:
@@ -308,8 +304,6 @@ def test_a_dead_peer_is_dropped_in_time() -> None:
 
 
 def test_a_port_that_is_taken_is_one_sentence() -> None:
-    from minitui.server.command import listen
-
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; choose ano"):

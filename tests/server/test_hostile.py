@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from minitui.server.openai.chat_schema import ChatRequest
+from minitui.server.openai.text_schema import CompletionRequest, DetokenizeRequest
 from minitui.server.settings import Role
 from tests.support.serving import Open, Running
 from tests.support.waiting import wait_until
@@ -359,9 +361,6 @@ FAULTS: dict[str, Any] = {
 def test_of_ten_thousand_faults_few_are_listed(name: str) -> None:
     """Collecting all faults of a body of 4 MB would block the server for ten seconds."""
     from pydantic import ValidationError
-
-    from minitui.server.openai.chat_schema import ChatRequest
-    from minitui.server.openai.text_schema import CompletionRequest, DetokenizeRequest
 
     body = FAULTS[name]
     model = DetokenizeRequest if "tokens" in body else CompletionRequest if "prompt" in body else ChatRequest

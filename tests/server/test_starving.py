@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from minitui.server import service
 from tests.support.bodies import EXPLODING, ROUTES, bodies, filled
 from tests.support.serving import Running
 from tests.support.waiting import wait_until
@@ -111,8 +112,6 @@ def test_a_grammar_whose_masks_would_be_too_costly_is_a_400(server: Running) -> 
 def test_a_key_compiles_one_grammar_at_a_time_and_hears_when_to_try_again(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from minitui.server import service
-
     monkeypatch.setattr(service, "COMPILE_WAIT_S", 0.1)
 
     async def held() -> Any:
@@ -126,8 +125,6 @@ def test_a_key_compiles_one_grammar_at_a_time_and_hears_when_to_try_again(
 
 
 def test_health_tells_of_texts_that_wait_for_their_encoding(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    from minitui.server import service
-
     monkeypatch.setattr(service, "STUCK_S", 0.05)
     go = threading.Event()
     stuck = asyncio.run_coroutine_threadsafe(server.service.in_thread(go.wait, 30), server.loop)

@@ -24,6 +24,16 @@ from tests.support.waiting import until, wait_until
 pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
 pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
 
+from engine.text.tokenizer import Tokenizer
+from minitui.chat.model_choice import load_codec
+from minitui.chat.sessions import Chats
+from minitui.cli.prefix import watch
+from minitui.prefix.recorded import findings_in
+from minitui.server.telemetry.endpoints import Params
+from minitui.sources.http import open_client
+from minitui.sources.remote import RemoteSource
+from minitui.trace.reader import TraceReader
+
 PROMPT = list(range(40, 100))
 
 
@@ -35,8 +45,6 @@ async def source(server: Running, tmp_path: Path) -> AsyncIterator[Any]:
 
 @contextlib.asynccontextmanager
 async def connected(server: Running, cache: Path, **options: Any) -> AsyncIterator[Any]:
-    from minitui.sources.remote import RemoteSource
-
     source = RemoteSource(server.url, cache=cache, **options)
     await source.start(lambda progress: None)
     try:
@@ -139,8 +147,6 @@ async def test_a_refusal_names_the_field(source: Any) -> None:
 
 
 async def test_the_tokenizer_comes_along_and_is_kept(server: Running, source: Any, tmp_path: Path) -> None:
-    from engine.text.tokenizer import Tokenizer
-
     here = Tokenizer(Path(source.info.model_dir))
     messages = [{"role": "user", "content": "What is paging?"}]
     assert here.apply_chat_template(messages) == server.service.tokenizer.apply_chat_template(messages)
@@ -152,9 +158,6 @@ async def test_the_tokenizer_comes_along_and_is_kept(server: Running, source: An
 
 
 async def test_a_chat_over_the_wire_finds_its_earlier_turns_in_the_cache(source: Any) -> None:
-    from minitui.chat.model_choice import load_codec
-    from minitui.chat.sessions import Chats
-
     chats = Chats(source)
     chats.use(load_codec(source.info))
     chat = chats.new("Answer briefly.")
@@ -211,8 +214,6 @@ async def test_another_engine_behind_the_server_is_a_gap_too(server: Running, so
 
 
 async def test_the_gate_opens_when_the_watcher_that_closed_it_disconnects(server: Running, tmp_path: Path) -> None:
-    from minitui.sources.http import open_client
-
     async with connected(server, tmp_path) as holder:
         await holder.control("pause")
         async with holder.http.stream("GET", "/minitui/records") as again:
@@ -278,8 +279,6 @@ async def test_the_keys_role_decides_what_is_allowed(server: Running, tmp_path: 
 
 
 async def test_an_unreachable_server_gives_one_sentence(tmp_path: Path) -> None:
-    from minitui.sources.remote import RemoteSource
-
     source = RemoteSource("http://127.0.0.1:9", cache=tmp_path)
     with pytest.raises(EngineDead, match="cannot be reached"):
         await source.start(lambda progress: None)
@@ -295,8 +294,6 @@ async def test_an_unreachable_server_gives_one_sentence(tmp_path: Path) -> None:
 async def test_an_invalid_event_ends_the_answer_with_a_sentence(event: str) -> None:
     import httpx
 
-    from minitui.sources.remote import RemoteSource
-
     source = RemoteSource("http://m")
     transport = httpx.MockTransport(lambda request: httpx.Response(200, text=f"data: {event}\n\n"))
     async with httpx.AsyncClient(transport=transport, base_url="http://m") as source.http:
@@ -305,8 +302,6 @@ async def test_an_invalid_event_ends_the_answer_with_a_sentence(event: str) -> N
 
 
 async def test_a_server_that_stays_away_counts_as_dead(tmp_path: Path) -> None:
-    from minitui.sources.remote import RemoteSource
-
     async def hello(reader: Any, writer: Any) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\nevent: hello\n')
@@ -332,9 +327,6 @@ VALUES: dict[type, Any] = {Number: 0.5, Integer: 3, Texts: ("x",), Ids: (5,), Bi
 
 @pytest.mark.parametrize("name", PARAMETERS)
 async def test_a_sampling_parameter_reaches_a_minitui_server_or_is_refused(name: str) -> None:
-    from minitui.server.telemetry.endpoints import Params
-    from minitui.sources.remote import RemoteSource
-
     row = PARAMETERS[name]
     value = not row.default if isinstance(row, Flag) else VALUES.get(type(row), "x")
     source = RemoteSource("http://127.0.0.1:1")
@@ -349,10 +341,6 @@ async def test_a_sampling_parameter_reaches_a_minitui_server_or_is_refused(name:
 
 
 async def test_the_prefix_doctor_watches_a_server(server: Running, tmp_path: Path) -> None:
-    from minitui.cli.prefix import watch
-    from minitui.prefix.recorded import findings_in
-    from minitui.trace.reader import TraceReader
-
     path = tmp_path / "watched.trace"
     watching = asyncio.create_task(watch(server.url, path, None))
     await until(lambda: path.exists() or watching.done())  # it is made when the first state has arrived

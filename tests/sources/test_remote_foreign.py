@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,15 @@ from minitui.chat.sessions import Chats
 from minitui.chat.store import Store
 from tests.support.fake_openai import FakeServer
 from tests.support.serving import Running
-from tests.support.waiting import until
+from tests.support.waiting import ask, until
 
 pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
+
+from minitui.chat.prompt import continue_prompt
+from minitui.settings import Settings
+from minitui.sources.openai import OpenAISource, TextCodec
+from minitui.sources.server_metrics import MetricsPoller, ServerMetrics, read_page
+from minitui.tui.openai_app import ForeignApp
 
 # Pages as the two servers write them, cut to a few lines of each kind.
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -56,8 +64,6 @@ def unknown(vitals: Any) -> list[str]:
 
 
 def test_the_names_of_vllm_and_sglang_are_both_known() -> None:
-    from minitui.sources.server_metrics import read_page
-
     vllm = read_page(VLLM)
     assert (vllm.running, vllm.waiting, vllm.cache_use, vllm.hit_rate) == (12, 2, 0.375, 0.75)
     assert vllm.ttft_mean_s == 0.05 and unknown(vllm) == ["tokens_per_s"]
@@ -69,8 +75,6 @@ def test_the_names_of_vllm_and_sglang_are_both_known() -> None:
 
 
 def test_ranks_and_priorities_of_one_engine_are_counted_once() -> None:
-    from minitui.sources.server_metrics import read_page
-
     def running(tp: int, dp: int, priority: str, value: int) -> str:
         labels = f'dp_rank="{dp}",model_name="m {{x}}",pp_rank="0",priority="{priority}",tp_rank="{tp}"'
         return f"sglang:num_running_reqs{{{labels}}} {value}.0"
@@ -80,8 +84,6 @@ def test_ranks_and_priorities_of_one_engine_are_counted_once() -> None:
 
 
 def test_a_missing_value_is_unknown_and_not_zero() -> None:
-    from minitui.sources.server_metrics import ServerMetrics, read_page
-
     running = "vllm:num_requests_running"
     for page in ("", "nonsense", f"{running} NaN", f"{running} +Inf", f"{running}{{}} x", "{} 5"):
         assert len(unknown(read_page(page))) == 8
@@ -96,8 +98,6 @@ def test_a_missing_value_is_unknown_and_not_zero() -> None:
 async def test_a_page_without_known_values_is_reported(status: int, page: str, said: str) -> None:
     import httpx
 
-    from minitui.sources.server_metrics import MetricsPoller
-
     answer = httpx.MockTransport(lambda request: httpx.Response(status, text=page))
     async with httpx.AsyncClient(transport=answer, base_url="http://m") as http:
         poller = MetricsPoller(http)
@@ -106,9 +106,6 @@ async def test_a_page_without_known_values_is_reported(status: int, page: str, s
 
 
 def test_ids_of_texts_keep_a_conversation() -> None:
-    from minitui.chat.prompt import continue_prompt
-    from minitui.sources.openai import TextCodec
-
     codec = TextCodec()
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "hi <assistant> <end>"}]
     prompt = codec.apply_chat_template(messages)
@@ -122,19 +119,32 @@ def test_ids_of_texts_keep_a_conversation() -> None:
     assert codec.messages(following.ids)[2] == {"role": "assistant", "content": "The answer"}
 
 
+@contextlib.asynccontextmanager
+async def attached(store: Store | None = None, **fields: Any) -> AsyncIterator[tuple[FakeServer, OpenAISource, Chats]]:
+    """A server with these attributes, a source that is connected to it, and chats on this source."""
+    fake = await FakeServer().start()
+    for name, value in fields.items():
+        setattr(fake, name, value)
+    source = OpenAISource(fake.url)
+    try:
+        await source.start(lambda progress: None)
+        chats = Chats(source, store)
+        chats.use(source.codec)
+        yield fake, source, chats
+    finally:
+        await source.close()
+        await fake.kill()
+
+
 async def two_turns(url: str, model: str = "") -> tuple[Any, Any]:
     """A chat of two turns on a server."""
-    from minitui.sources.openai import OpenAISource
-
     source = OpenAISource(url, model=model)
     await source.start(lambda progress: None)
     chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=30))
     chats.use(source.codec)
     chat = chats.new("Answer briefly.")
     for question in ("What is the KV cache?", "What is prefill?"):
-        chats.send(chat, question)
-        assert chat._task is not None
-        await asyncio.wait_for(chat._task, 60)
+        await ask(chats, chat, question)
     assert [m.state for m in chat.messages] == ["done"] * 4, [m.error for m in chat.messages]
     return source, chat
 
@@ -170,51 +180,33 @@ SETTINGS = {"temperature": 0.5, "top_k": 1, "repetition_penalty": 1.5, "frequenc
 )
 async def test_a_sampling_option_is_sent_or_refused_when_it_is_set(owner: str, unlike: dict[str, str | None]) -> None:
     """`unlike`: the options that this kind of server calls otherwise; None: it has no such option."""
-    from minitui.sources.openai import OpenAISource
-
-    fake = await FakeServer().start()
-    fake.owner = owner
-    source = OpenAISource(fake.url)
-    await source.start(lambda progress: None)
-    chats = Chats(source)
-    chats.use(source.codec)
-    chat = chats.new("")
-    expected = {}
-    for name, value in SETTINGS.items():
-        if (spelled := unlike.get(name, name)) is not None:
-            assert f"{name} is {value}" in chat.sampling.set(name, str(value), source.cannot_use)
-            expected[spelled] = value
-            continue
-        with pytest.raises(InvalidRequest, match=f"cannot use {name}: OpenAI's API does not have it"):
-            chat.sampling.set(name, str(value), source.cannot_use)
-        assert getattr(chat.sampling, name) is None
-    chats.send(chat, "Q")
-    assert chat._task is not None
-    await asyncio.wait_for(chat._task, 60)
-    [body] = fake.asked
-    assert {**body, **expected} == body
-    assert {*body} - {*expected} == {"model", "messages", "stream", "stream_options", "top_p"}
-    chat.sampling = Sampling(top_k=1)  # of settings.toml
-    chats.send(chat, "Q")
-    await asyncio.wait_for(chat._task, 60)
-    assert len(fake.asked) == 2 if "top_k" not in unlike else "/set top_k default" in chat.messages[-1].error
-    await source.close()
-    await fake.kill()
+    async with attached(owner=owner) as (fake, source, chats):
+        chat, expected = chats.new(""), {}
+        for name, value in SETTINGS.items():
+            if (spelled := unlike.get(name, name)) is not None:
+                assert f"{name} is {value}" in chat.sampling.set(name, str(value), source.cannot_use)
+                expected[spelled] = value
+                continue
+            with pytest.raises(InvalidRequest, match=f"cannot use {name}: OpenAI's API does not have it"):
+                chat.sampling.set(name, str(value), source.cannot_use)
+            assert getattr(chat.sampling, name) is None
+        await ask(chats, chat)
+        [body] = fake.asked
+        assert {**body, **expected} == body
+        assert {*body} - {*expected} == {"model", "messages", "stream", "stream_options", "top_p"}
+        chat.sampling = Sampling(top_k=1)  # of settings.toml
+        message = await ask(chats, chat)
+        assert len(fake.asked) == 2 if "top_k" not in unlike else "/set top_k default" in message.error
 
 
 async def test_a_chat_on_such_a_server_is_stored_and_can_continue_later(tmp_path: Path) -> None:
-    from minitui.sources.openai import OpenAISource
-
     fake = await FakeServer().start()
     for question in ("first?", "second?"):
         source, store = OpenAISource(fake.url), Store(tmp_path / "chats.sqlite")
         await source.start(lambda progress: None)
         chats = Chats(source, store)
         chats.use(source.codec)
-        chat = chats.sessions[0] if chats.restore() else chats.new("Answer briefly.")
-        chats.send(chat, question)
-        assert chat._task is not None
-        await asyncio.wait_for(chat._task, 60)
+        await ask(chats, chats.sessions[0] if chats.restore() else chats.new("Answer briefly."), question)
         await source.close()
         store.close()
     said = [message["content"] for message in fake.asked[-1]["messages"]]
@@ -230,28 +222,16 @@ async def test_a_chat_on_such_a_server_is_stored_and_can_continue_later(tmp_path
 async def test_whatever_a_server_sends_the_answer_ends_and_is_kept(
     tmp_path: Path, pieces: tuple[Any, ...], text: str, error: str
 ) -> None:
-    from minitui.sources.openai import OpenAISource
-
-    fake = await FakeServer().start()
-    fake.pieces = pieces
-    source, store = OpenAISource(fake.url), Store(tmp_path / "chats.sqlite")
-    await source.start(lambda progress: None)
-    chats = Chats(source, store)
-    chats.use(source.codec)
-    chat = chats.new("")
-    chats.send(chat, "first?")
-    assert chat._task is not None
-    await asyncio.wait_for(chat._task, 60)
-    kept = store.load(chat.id)
-    assert kept is not None and kept.messages[-1].text == text and error in kept.messages[-1].error
-    assert kept.messages[-1].state == ("error" if error else "done")
-    await source.close()
-    await fake.kill()
+    store = Store(tmp_path / "chats.sqlite")
+    async with attached(store, pieces=pieces) as (_, _, chats):
+        chat = chats.new("")
+        await ask(chats, chat, "first?")
+        kept = store.load(chat.id)
+        assert kept is not None and kept.messages[-1].text == text and error in kept.messages[-1].error
+        assert kept.messages[-1].state == ("error" if error else "done")
 
 
 async def test_a_wrong_model_and_an_unreachable_server_give_sentences(server: Running) -> None:
-    from minitui.sources.openai import OpenAISource
-
     for url, model, said in [(server.url, "gpt-9", "has no model"), ("http://127.0.0.1:9", "", "cannot be reached")]:
         source = OpenAISource(url, model=model)
         with pytest.raises(EngineError, match=said):
@@ -262,8 +242,6 @@ async def test_a_wrong_model_and_an_unreachable_server_give_sentences(server: Ru
 
 
 async def test_only_an_answer_that_was_cancelled_ends_as_cancelled() -> None:
-    from minitui.sources.openai import OpenAISource
-
     silent = await asyncio.start_server(lambda reader, writer: reader.read(), "127.0.0.1", 0)
     async with silent:
         source = OpenAISource(f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}", model="m")
@@ -280,10 +258,6 @@ async def test_only_an_answer_that_was_cancelled_ends_as_cancelled() -> None:
 
 
 async def test_the_application_chats_and_shows_the_metrics_in_a_line(server: Running) -> None:
-    from minitui.settings import Settings
-    from minitui.sources.openai import OpenAISource
-    from minitui.tui.openai_app import ForeignApp
-
     source = OpenAISource(server.url)
     chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=30))
     app = ForeignApp(source, chats, Settings(), system="Answer briefly.", known_questions=[], speaker="model")
@@ -314,8 +288,6 @@ async def test_the_application_chats_and_shows_the_metrics_in_a_line(server: Run
 
 @pytest.mark.parametrize("status", [404, 405, 500, 501])
 async def test_a_server_that_does_not_list_its_models_is_used_with_model(status: int) -> None:
-    from minitui.sources.openai import OpenAISource
-
     fake = await FakeServer().start()
     fake.models_status = status
     source = OpenAISource(fake.url)
@@ -344,16 +316,9 @@ async def test_a_server_that_does_not_list_its_models_is_used_with_model(status:
     ({"detail": [5]}, "None", "request"), ({"detail": 5}, "answered 400", "request"), ([], "answered 400", "request"),
 ], ids=["OpenAI", "vLLM", "a text", "a detail", "FastAPI", "a list", "empty", "a number in a list", "a number", "none"])
 async def test_errors_of_other_servers_are_read(body: Any, said: str, field: str) -> None:
-    from minitui.sources.openai import OpenAISource
-
-    fake = await FakeServer().start()
-    fake.status, fake.refusal = 400, body or [1]
-    source = OpenAISource(fake.url)
-    await source.start(lambda progress: None)
-    stream = source.submit(source.codec.apply_chat_template([{"role": "user", "content": "x"}]), SamplingParams())
-    with pytest.raises(InvalidRequest, match=said) as caught:
-        async for _ in stream:
-            pass
-    assert caught.value.field == field
-    await source.close()
-    await fake.kill()
+    async with attached(status=400, refusal=body or [1]) as (_, source, _):
+        stream = source.submit(source.codec.apply_chat_template([{"role": "user", "content": "x"}]), SamplingParams())
+        with pytest.raises(InvalidRequest, match=said) as caught:
+            async for _ in stream:
+                pass
+        assert caught.value.field == field

@@ -17,7 +17,21 @@ from engine.errors import EngineError
 from engine.params import SamplingParams
 from tests.support.serving import Running
 
-httpx = pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
+pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
+
+import httpx
+
+from minitui.bench.load import Planned, send
+from minitui.chat.conversation import Message
+from minitui.chat.describe import describe_answer
+from minitui.sources import remote_checks
+from minitui.sources.http import RECORDS, Bounds, Excess, open_client, server_events
+from minitui.sources.openai import OpenAISource
+from minitui.sources.remote import RemoteSource
+from minitui.sources.remote_checks import MOST_REQUESTS, Refused, Watch, metrics
+from minitui.sources.server_metrics import read_samples
+from minitui.viewmodel.updater import Updater
+from minitui.viewmodel.view import View
 
 Script = Callable[[asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -109,8 +123,6 @@ def whole(body: bytes) -> bytes:
 async def test_a_body_or_head_beyond_its_bounds_is_a_sentence(
     script: Script, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from minitui.sources.openai import OpenAISource
-
     if "no complete head" in said:
         monkeypatch.setattr("minitui.sources.http.SILENCE_S", 0.5)
         monkeypatch.setattr("minitui.sources.http.CONNECT_S", 0.5)
@@ -128,8 +140,6 @@ async def test_a_body_or_head_beyond_its_bounds_is_a_sentence(
 
 
 async def test_a_body_that_drips_ends_at_its_time() -> None:
-    from minitui.sources.http import Bounds, Excess, open_client
-
     drip = endless(HEAD + b"Content-Length: 1000000\r\n\r\n", b"x", every=0.01)
     async with hostile(get=drip) as url, open_client(url) as client:
         with pytest.raises(Excess, match=r"only [\d,]+ bytes in 0.3 s"):
@@ -155,8 +165,6 @@ CONTENT = b'data: {"choices": [{"delta": {"content": "%s"}}]}\n\n'
 async def test_an_answer_beyond_its_bounds_ends_with_a_sentence(
     piece: bytes, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from minitui.sources.openai import OpenAISource
-
     monkeypatch.setattr("minitui.sources.http.MAX_PIECES", 2_000)
     monkeypatch.setattr("minitui.sources.http.MAX_CHARACTERS", 1_000_000)
     async with hostile(post=endless(OK, chunk(piece))) as url:
@@ -171,8 +179,6 @@ async def test_an_answer_beyond_its_bounds_ends_with_a_sentence(
 
 
 async def test_comments_alone_are_no_answer() -> None:
-    from minitui.sources.http import RECORDS, open_client, server_events
-
     async with (
         hostile(get=endless(OK, chunk(b": wait\n\n"), every=0.01)) as url,
         open_client(url) as client,
@@ -185,8 +191,6 @@ async def test_comments_alone_are_no_answer() -> None:
 
 @pytest.mark.parametrize("cancel", [True, False])
 async def test_a_flood_leaves_the_loop_its_turns_and_can_be_left(cancel: bool) -> None:
-    from minitui.sources.openai import OpenAISource
-
     async with hostile(post=endless(OK, chunk(CONTENT % b"a" * 1000))) as url:
         source = OpenAISource(url)
         await source.start(lambda progress: None)
@@ -206,9 +210,6 @@ async def test_a_flood_leaves_the_loop_its_turns_and_can_be_left(cancel: bool) -
 
 
 async def test_bench_takes_no_flood_for_an_answer() -> None:
-    from minitui.bench.load import Planned, send
-    from minitui.sources.http import open_client
-
     odd = b'data: {"usage": {"completion_tokens": "7"}, "choices": 3}\n\n'
     for piece, said in ((b"x" * 65536, "more than 8 MiB"), (odd, "OpenAI-compatible")):
         async with hostile(post=endless(OK, chunk(piece))) as url, open_client(url) as client:
@@ -217,8 +218,6 @@ async def test_bench_takes_no_flood_for_an_answer() -> None:
 
 
 def test_labels_of_a_metric_are_read_in_time_that_grows_with_their_length() -> None:
-    from minitui.sources.server_metrics import read_samples
-
     began = time.process_time()
     for labels in ("a" * 60_000, 'a="b",' * 10_000, 'a="\\"' * 15_000, "} " * 30_000):
         assert read_samples("vllm:num_requests_running{" + labels + "} 1")
@@ -245,8 +244,6 @@ STEP = [2, 0.1, "step", 0, [], [], [], 1, 0]
     ids=str,
 )
 def test_records_that_are_none_are_refused(event: Any) -> None:
-    from minitui.sources import remote_checks
-
     with pytest.raises(remote_checks.Refused) as refused:
         remote_checks.records(event)
     assert len(str(refused.value)) < 300
@@ -261,8 +258,6 @@ def test_records_that_are_none_are_refused(event: Any) -> None:
     ],
 )
 def test_facts_that_are_none_are_refused(field: str, value: Any) -> None:
-    from minitui.sources import remote_checks
-
     facts = {"model": "m", "began": "a.1", "tokenizer_files": {}, "num_blocks": 64, "block_size": 16}
     assert facts.items() <= remote_checks.info(facts | {"speculation": None}).to_json().items()
     with pytest.raises(remote_checks.Refused, match=field):
@@ -270,10 +265,6 @@ def test_facts_that_are_none_are_refused(field: str, value: Any) -> None:
 
 
 def test_figures_that_are_none_do_not_reach_the_line_under_an_answer() -> None:
-    from minitui.chat.conversation import Message
-    from minitui.chat.describe import describe_answer
-    from minitui.sources.remote_checks import metrics
-
     odd: list[Any] = ["x", -1, 10**30, float("nan"), None, [], {}, True]
     names = ("output_tokens", "cached_tokens", "prompt_tokens", "ttft_ms", "decode_tok_s", "match", "drafted_tokens")
     for value in odd:
@@ -285,8 +276,6 @@ def test_figures_that_are_none_do_not_reach_the_line_under_an_answer() -> None:
 
 @pytest.fixture
 async def source(server: Running, tmp_path: Any) -> AsyncIterator[Any]:
-    from minitui.sources.remote import RemoteSource
-
     source = RemoteSource(server.url, cache=tmp_path)
     await source.start(lambda progress: None)
     yield source
@@ -307,10 +296,6 @@ async def source(server: Running, tmp_path: Any) -> AsyncIterator[Any]:
 async def test_records_that_contradict_the_state_end_the_watching_with_a_sentence(
     source: Any, kind: str, fields: tuple[Any, ...], said: str
 ) -> None:
-    from minitui.sources.remote_checks import Refused
-    from minitui.viewmodel.updater import Updater
-    from minitui.viewmodel.view import View
-
     feed, deaths = Updater(source, View()), list[str]()
     source.on_death(deaths.append)
     await feed.sync()
@@ -341,8 +326,6 @@ async def test_a_snapshot_of_an_absurd_pool_is_refused_before_memory_is_taken(
 
 
 async def test_requests_without_end_are_refused(source: Any) -> None:
-    from minitui.sources.remote_checks import MOST_REQUESTS, Refused, Watch
-
     watch = Watch(await source.snapshot())
     seq, youngest = watch.state.seq, max(watch.state.requests, default=10**6)
     with pytest.raises(Refused, match="more than 65,536 requests"):

@@ -22,9 +22,15 @@ from minitui.sources.routing import FEW, capacity, order, rank
 from tests.sources.test_remote_foreign import SGLANG, VLLM
 from tests.support.fake_openai import FakeServer
 from tests.support.serving import Running
-from tests.support.waiting import until
+from tests.support.waiting import ask, until
 
 pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
+
+from minitui.chat.model_choice import load_codec
+from minitui.sources.replicas import ReplicaSource
+from minitui.sources.routing import Opening
+from minitui.tui.replica_app import ForeignReplicaApp, ReplicaApp
+from minitui.tui.widgets.servers.replicas import Replicas
 
 NAMES = ["http://a:1", "http://b:1", "http://c:1", "http://d:1"]
 PREFIXES = [f"You are assistant {i}." for i in range(2000)]
@@ -89,8 +95,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.asynccontextmanager
 async def replicated(*servers: FakeServer, model: str = "") -> AsyncIterator[tuple[Any, Chats]]:
     """A source over these servers, and chats that are asked on it."""
-    from minitui.sources.replicas import ReplicaSource
-
     source = ReplicaSource([server.url for server in servers], model=model, exact=False)
     await source.start(lambda progress: None)
     chats = Chats(source, sampling=Sampling(temperature=0.0))
@@ -107,12 +111,6 @@ async def replicated(*servers: FakeServer, model: str = "") -> AsyncIterator[tup
 async def two(*pages: str) -> tuple[FakeServer, FakeServer]:
     first, second = pages or ("vllm:num_requests_running 0", "sglang:num_running_reqs 0")
     return await FakeServer(page=first).start(), await FakeServer(page=second).start()
-
-
-async def ask(chats: Chats, chat: Any, question: str = "Q") -> Any:
-    chats.send(chat, question)
-    await asyncio.wait_for(chat._task, 60)
-    return chat.messages[-1]
 
 
 def home(source: Any, chat: Any, servers: tuple[FakeServer, ...]) -> tuple[Any, FakeServer, Any]:
@@ -260,8 +258,6 @@ async def test_a_replica_that_does_not_answer_at_the_start_counts_as_away(monkey
 
 
 async def test_without_a_usable_replica_the_sentence_has_every_reason() -> None:
-    from minitui.sources.replicas import ReplicaSource
-
     servers = await two()
     async with replicated(*servers) as (_, chats):
         for server in servers:
@@ -279,8 +275,6 @@ async def test_without_a_usable_replica_the_sentence_has_every_reason() -> None:
 
 
 async def test_cancelling_ends_the_answer_and_moves_nowhere() -> None:
-    from minitui.sources.routing import Opening
-
     servers = await two()
     async with replicated(*servers) as (source, _):
         for server in servers:
@@ -296,8 +290,6 @@ async def test_cancelling_ends_the_answer_and_moves_nowhere() -> None:
 async def test_messages_go_to_servers_of_every_make_and_ours_can_be_watched_beside(
     server: Running, tmp_path: Path
 ) -> None:
-    from minitui.sources.replicas import ReplicaSource
-
     fake = await FakeServer(("tutor",)).start()
     source = ReplicaSource([fake.url, server.url], exact=False, cache=tmp_path)
     await source.start(lambda progress: None)
@@ -361,11 +353,6 @@ class Door:
 
 
 async def test_the_application_shows_its_replicas_and_survives_one(server: Running, tmp_path: Path) -> None:
-    from minitui.chat.model_choice import load_codec
-    from minitui.sources.replicas import ReplicaSource
-    from minitui.tui.replica_app import ReplicaApp
-    from minitui.tui.widgets.servers.replicas import Replicas
-
     doors = [await Door(server.url).start() for _ in range(2)]
     source = ReplicaSource([door.url for door in doors], cache=tmp_path)
     chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=12))
@@ -373,10 +360,7 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
     async with app.run_test(size=(80, 24)) as pilot:
 
         async def shown(true: Any) -> None:
-            try:
-                await until(true)
-            except TimeoutError:
-                raise AssertionError(f"it did not happen in time; there stands:\n{table()}") from None
+            await until(true, lambda: f"it did not happen in time; there stands:\n{table()}")
             await pilot.pause()
 
         def table() -> str:
@@ -431,10 +415,6 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
 
 
 async def test_servers_without_metrics_have_dashes_and_no_panels() -> None:
-    from minitui.sources.replicas import ReplicaSource
-    from minitui.tui.replica_app import ForeignReplicaApp
-    from minitui.tui.widgets.servers.replicas import Replicas
-
     servers = (await FakeServer().start(), await FakeServer(page=VLLM).start())
     source = ReplicaSource([server.url for server in servers], exact=False)
     app = ForeignReplicaApp(source, Chats(source), Settings(), system="S", speaker="model", load_codec=None)

@@ -10,14 +10,19 @@ from typing import Any
 
 import psutil
 
+from minitui.chat.conversation import Message, Session
+from minitui.chat.sessions import Chats
+
 PATIENCE = 60.0  # seconds
 
 
-async def until(true: Callable[[], Any], what: str = "it did not happen in time", seconds: float = PATIENCE) -> Any:
+async def until(
+    true: Callable[[], Any], what: str | Callable[[], str] = "it did not happen in time", seconds: float = PATIENCE
+) -> Any:
     """Returns the first true value of `true()`, which may be awaitable. AssertionError with `what` after `seconds`."""
     end = time.monotonic() + seconds
     while not (found := await value if inspect.isawaitable(value := true()) else value):
-        assert time.monotonic() < end, what
+        assert time.monotonic() < end, what() if callable(what) else what
         await asyncio.sleep(0.005)
     return found
 
@@ -29,6 +34,13 @@ def wait_until(true: Callable[[], Any], what: str = "it did not happen in time",
         assert time.monotonic() < end, what
         time.sleep(0.01)
     return found
+
+
+async def ask(chats: Chats, chat: Session, question: str = "Q") -> Message:
+    """Asks in a chat; returns the message of the answer when it has ended."""
+    chats.send(chat, question)
+    await until(lambda: not chat.busy)
+    return chat.messages[-1]
 
 
 def ended(pids: Iterable[int]) -> bool:

@@ -34,12 +34,17 @@ import msgpack
 import zmq
 import zmq.asyncio
 
-from minitui.tui.widgets.servers.figures import CachePool
+from minitui.chat.sessions import Chats
+from minitui.settings import Settings
+from minitui.tui.cache_app import CacheApp
+from minitui.tui.widgets.base import LinePanel
+from minitui.tui.widgets.servers.figures import MISSING, CachePool
 from minitui.vllm import zmtp
 from minitui.vllm.cached_tree import UNKNOWN_BEGINNING, CachedTree
 from minitui.vllm.kv_messages import Event, read
 from minitui.vllm.kv_sockets import endpoints, find_events
 from minitui.vllm.kv_source import END, KvSource
+from tests.support.vllm_direct import Kept
 
 RECORDED = ROOT / "tests" / "vllm" / "kv_events.xz"  # of vLLM 0.25.1 on an H200; 4 bytes of length before each message
 PAGE = (
@@ -548,7 +553,6 @@ def test_the_events_of_vllms_own_classes_give_vllms_cache(
     from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
 
     import minitui.vllm.recorder as recording
-    from tests.support.vllm_direct import Kept
     from tests.support.vllm_driver import Load, make_scheduler
 
     monkeypatch.setattr(recording, "Pipe", Kept)
@@ -623,11 +627,6 @@ def test_addresses() -> None:
 
 
 async def test_the_screen_shows_the_texts_the_pool_and_what_is_missing() -> None:
-    from minitui.chat.sessions import Chats
-    from minitui.settings import Settings
-    from minitui.tui.cache_app import CacheApp
-    from minitui.tui.widgets.servers.figures import MISSING
-
     publisher = Publisher(True)
     ids = list(range(500, 516))
     await publisher.publish(stored([1, 2, 3, 4], token_ids=ids), stored([9], medium="CPU"))
@@ -653,8 +652,6 @@ async def test_the_screen_shows_the_texts_the_pool_and_what_is_missing() -> None
 
 def shown(app: Any) -> str:
     """Returns the text of the panels."""
-    from minitui.tui.widgets.base import LinePanel
-
     panels = app.screen.query(LinePanel)
     rows = [[run[0] for run in row] for panel in panels if panel.painted for row in panel.drawn_rows]
     return "\n".join("".join(row) for row in rows)

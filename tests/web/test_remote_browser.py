@@ -89,7 +89,8 @@ class Browser:
         return "\n".join(line.rstrip() for line in self._terminal.display)
 
     async def until(self, text: str, seconds: float = 90.0) -> None:
-        await until(lambda: text in self.words, f"{text!r} was not shown", seconds)
+        missing = f"{text!r} was not shown; there stands:\n"
+        await until(lambda: text in self.words, lambda: missing + self.words.rstrip(), seconds)
 
 
 @contextlib.asynccontextmanager
