@@ -216,18 +216,20 @@ class TraceReader:
         Raises TraceError. `on_all_cores`: other processes read the parts, for a caller that needs all of a long file.
         """
         end = self.keyframes[0].seq
-        parts = self._read_ahead() if on_all_cores and len(self.keyframes) > MOST_PARTS else None
+        others = [n for n in range(len(self.keyframes)) if n not in self._parts]
+        ahead = self._read_ahead(others) if on_all_cores and len(others) >= MOST_PARTS else iter(())
         for index, keyframe in enumerate(self.keyframes):
-            part = self.part(index) if parts is None else next(parts)
+            part = next(ahead, None) if index in others else None
+            part = part or self.part(index)
             yield part, keyframe.seq - end if keyframe.seq != end or not index else None
             end = keyframe.seq + len(part.records)
 
-    def _read_ahead(self) -> Iterator[Part]:
-        """Yields every part; each core reads at most two parts ahead."""
+    def _read_ahead(self, indices: list[int]) -> Iterator[Part]:
+        """Yields parts; each core reads at most two parts ahead."""
         cores = min(8, os.cpu_count() or 1)
         with ProcessPoolExecutor(cores) as pool:
             ahead: deque[Future[Part]] = deque()
-            for index in range(len(self.keyframes)):
+            for index in indices:
                 ahead.append(pool.submit(read_part, self.path, *self.keyframes[index : index + 2]))
                 if len(ahead) > 2 * cores:
                     yield ahead.popleft().result()

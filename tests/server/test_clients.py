@@ -1,13 +1,15 @@
-"""The clients litellm and langchain-openai: chat, streams, tools, structured replies and usage."""
+"""The clients litellm and langchain-openai, through `minitui proxy`: chat, streams, tools, structures, usage."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 import pytest
 
-from tests.support.serving import Running
+from tests.support.serving import Running, through_proxy
 
 WORDS = "What is the KV cache? Say what a block holds, when a block is shared and which blocks are evicted first."
 QUESTION: list[Any] = [{"role": "user", "content": WORDS}]
@@ -37,24 +39,30 @@ def expected(server: Running) -> tuple[str, dict[str, Any]]:
     return answers[1]["choices"][0]["message"]["content"], answers[1]["usage"]
 
 
+@pytest.fixture
+def url(server: Running, tmp_path: Path) -> Iterator[str]:
+    with through_proxy(server, tmp_path / "log") as address:
+        yield f"{address}/v1"
+
+
 # ---- litellm
 
 
-def litellm(server: Running, monkeypatch: pytest.MonkeyPatch, provider: str) -> Any:
+def litellm(url: str, monkeypatch: pytest.MonkeyPatch, provider: str) -> Any:
     """Returns litellm's `completion` for the server."""
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else the import downloads a list of prices
     module = pytest.importorskip("litellm", reason="litellm is not installed (extra 'clients')")
 
     def completion(**fields: Any) -> Any:
         given = {"messages": QUESTION, "api_key": "unused", "num_retries": 0, **fields}
-        return module.completion(model=f"{provider}/tutor", api_base=f"{server.url}/v1", **given)
+        return module.completion(model=f"{provider}/tutor", api_base=url, **given)
 
     return completion
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
-def test_litellm_answers_and_streams(server: Running, monkeypatch: pytest.MonkeyPatch, provider: str) -> None:
-    completion = litellm(server, monkeypatch, provider)
+def test_litellm_answers_and_streams(server: Running, url: str, monkeypatch: pytest.MonkeyPatch, provider: str) -> None:
+    completion = litellm(url, monkeypatch, provider)
     text, usage = expected(server)
     answer = completion(**FIELDS)
     assert answer.choices[0].message.content == text and answer.choices[0].finish_reason == "length"
@@ -70,8 +78,8 @@ def test_litellm_answers_and_streams(server: Running, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
-def test_litellm_calls_tools_and_fills_models(server: Running, monkeypatch: pytest.MonkeyPatch, provider: str) -> None:
-    completion = litellm(server, monkeypatch, provider)
+def test_litellm_calls_tools_and_fills_models(url: str, monkeypatch: pytest.MonkeyPatch, provider: str) -> None:
+    completion = litellm(url, monkeypatch, provider)
     pytest.importorskip("mcp", reason="litellm needs mcp for tools (extra 'clients')")
     from litellm import stream_chunk_builder
 
@@ -96,16 +104,16 @@ def test_litellm_calls_tools_and_fills_models(server: Running, monkeypatch: pyte
 # ---- langchain-openai
 
 
-def langchain(server: Running, **options: Any) -> Any:
+def langchain(url: str, **options: Any) -> Any:
     """Returns langchain's chat model for the server."""
     module = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed (extra 'clients')")
     fields = {"max_tokens": 300, "temperature": 1, **options}
-    return module.ChatOpenAI(model="tutor", base_url=f"{server.url}/v1", api_key="unused", max_retries=0, **fields)
+    return module.ChatOpenAI(model="tutor", base_url=url, api_key="unused", max_retries=0, **fields)
 
 
 @pytest.mark.parametrize("responses", [False, True])
-def test_langchain_answers_and_streams(server: Running, responses: bool) -> None:
-    model = langchain(server, use_responses_api=responses, stream_usage=True, **{**FIELDS, "max_tokens": 20})
+def test_langchain_answers_and_streams(server: Running, url: str, responses: bool) -> None:
+    model = langchain(url, use_responses_api=responses, stream_usage=True, **{**FIELDS, "max_tokens": 20})
     text, usage = expected(server)
     answer = model.invoke(WORDS)
     assert answer.text.startswith(text)
@@ -120,8 +128,8 @@ def test_langchain_answers_and_streams(server: Running, responses: bool) -> None
 
 
 @pytest.mark.parametrize("responses", [False, True])
-def test_langchain_calls_tools(server: Running, responses: bool) -> None:
-    model = langchain(server, use_responses_api=responses)
+def test_langchain_calls_tools(url: str, responses: bool) -> None:
+    model = langchain(url, use_responses_api=responses)
     from langchain_core.messages import HumanMessage, ToolMessage
 
     bound = model.bind_tools([Pool], tool_choice="required")
@@ -133,12 +141,12 @@ def test_langchain_calls_tools(server: Running, responses: bool) -> None:
     [streamed] = whole.tool_calls
     assert streamed["name"] == "Pool" and Pool.model_validate(streamed["args"])
     history = [HumanMessage(WORDS), answer, ToolMessage("two blocks", tool_call_id=call["id"])]
-    after = langchain(server, use_responses_api=responses, **{**FIELDS, "max_tokens": 20}).invoke(history)
+    after = langchain(url, use_responses_api=responses, **{**FIELDS, "max_tokens": 20}).invoke(history)
     assert after.text and not after.tool_calls
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 @pytest.mark.parametrize("responses", [False, True])
-def test_langchain_fills_models(server: Running, method: str, responses: bool) -> None:
-    model = langchain(server, use_responses_api=responses).with_structured_output(Pool, method=method)
+def test_langchain_fills_models(url: str, method: str, responses: bool) -> None:
+    model = langchain(url, use_responses_api=responses).with_structured_output(Pool, method=method)
     assert isinstance(model.invoke(WORDS), Pool)
