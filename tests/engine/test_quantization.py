@@ -143,7 +143,10 @@ def test_an_output_matrix_that_contradicts_a_tied_embedding_is_refused(tmp_path:
 
 
 @pytest.mark.usefixtures("compiled_or_not")
-@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize(
+    ("compiled_or_not", "count"), [("compiled", 1), ("compiled", 2), ("compiled", 7), ("numpy", 1)],
+    indirect=["compiled_or_not"],
+)
 def test_decode_steps_compute_what_the_decoder_does(count: int, directory: Path) -> None:
     """Of the same weights. Only the compiled kernels round activations."""
     (fast, *_), (plain, *_) = decodes_on_a_cpu(directory, count, **OPTIONS)

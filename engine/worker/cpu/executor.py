@@ -1,9 +1,8 @@
-"""The executor for steps on a CPU. compiled_decoder.py computes all of them; CpuDecode decodes in float32.
+"""The executor for steps on a CPU. compiled_decoder.py computes all of them; CPUDecode decodes one sequence in float32.
 
-Two things make small steps slow on a CPU. First, calling a small operation takes longer than its arithmetic, because
-reading the weights evicts the call's code and data from the caches. So the small operations use numpy, whose calls are
-cheaper than torch's, and write to reused buffers. Second, MKL multiplies weight · columns up to twice as fast as
-rows · weightᵀ. So all activations here are columns, [features, n] for n sequences.
+Calling a small operation takes longer than its arithmetic, because reading the weights evicts the call's code and data
+from the caches. So the small operations of CPUDecode use numpy, whose calls are cheaper than torch's, and write to
+reused buffers.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from engine.attention.torch_backend import TorchAttention
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.model.decoder import Decoder, DenseMLP
-from engine.model.linear import ByteWeight, Matrix
+from engine.model.linear import ByteWeight, Matrix, linear
 from engine.model.traits import lacking
 from engine.progress import Progress
 from engine.worker.cpu.compiled_decoder import CompiledDecoder
@@ -56,7 +55,7 @@ class CPUSteps(Executor):
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         """Run a step. Returns None for models without support, and for steps in which Eager is as fast."""
-        if self._decode is None and self._compiled is None:
+        if self._compiled is None and (self._decode is None or plan.num_tokens > 1):
             return None
         if plan.num_decoding < len(plan.rows) or plan.num_tokens > MOST_TOKENS:
             if self._compiled is None or self._prompts is None or plan.num_tokens > self._compiled.most_rows:
@@ -70,22 +69,16 @@ class CPUSteps(Executor):
 
     def decode(self, plan: StepPlan) -> tuple[torch.Tensor, Draws]:
         """Returns the logits [T, V] and the draws of a plan that only decodes. Each draft token is computed as if it
-        were another sequence. Only the attention of CPUDecode treats a token and its drafts as one sequence."""
+        were another sequence."""
         batch = self._batch
         size, tokens, rows, positions = batch.block_size, plan.token_ids, plan.rows, plan.starts
-        entries, bounds = batch.indices[: len(rows)], batch.indices
-        lengths = plan.starts + plan.q_lens
+        entries, lengths = batch.indices[: len(rows)], plan.starts + plan.q_lens
         columns = -(-int(lengths.max()) // size)
         tables = [table[rows, :columns] for table in batch.host_tables]
         if plan.num_drafted:
-            bounds = np.concatenate((bounds[:1], np.cumsum(plan.q_lens)))
+            before = np.cumsum(plan.q_lens) - lengths
             entries = np.repeat(entries, plan.q_lens)
-        if self._decode is not None:
-            for attention, table in zip(backends_of(self._attention), tables, strict=True):
-                assert isinstance(attention, TorchAttention), "a CPU has no other attention backend"
-                attention.plan_arrays(table, lengths, bounds, plan.num_decodes)
-        if plan.num_drafted:
-            rows, positions = rows[entries], (lengths - bounds[1:])[entries] + np.arange(len(tokens))
+            rows, positions = rows[entries], np.arange(len(tokens)) - before[entries]
             tables, lengths = [table[entries] for table in tables], positions + 1
         slots = batch.slots(rows, positions)
         if (tokens < 0).any():
@@ -94,65 +87,46 @@ class CPUSteps(Executor):
             logits = self._compiled.step(tokens, positions, slots, tables)
         else:
             assert self._decode is not None
+            for attention, table in zip(backends_of(self._attention), tables, strict=True):
+                assert isinstance(attention, TorchAttention), "a CPU has no other attention backend"
+                attention.plan_arrays(table, lengths, batch.indices, 1)
             logits = self._decode.logits(tokens, positions, slots, self._attention)
         device_rows, device_positions = (torch.from_numpy(part.astype(np.int64)) for part in (rows, lengths))
         return logits, Draws(entries, rows, lengths, device_rows, device_positions)
 
 
-KEPT_SIZES = 8  # buffers are kept for at most this many different numbers of sequences
-
-
-class Columns:
-    """Buffers for n sequences: torch tensors, whose names end in an underscore, and numpy arrays of the same memory.
-    Their shape is [features, n], or [features] for a single sequence, which is cheaper in both libraries."""
-
-    def __init__(self, decoder: Decoder, n: int) -> None:
-        config = decoder.config
-        dim, half, inner = config.head_dim, config.head_dim // 2, config.intermediate_size
-        normed, heads = config.num_heads + config.num_kv_heads, config.num_heads + 2 * config.num_kv_heads
-        columns = (n,) if n > 1 else ()
-
-        def pair(*shape: int) -> tuple[torch.Tensor, np.ndarray]:
-            tensor = torch.empty((*shape, *columns), dtype=torch.float32)
-            return tensor, tensor.numpy()
-
-        def by_sequence(array: np.ndarray) -> np.ndarray:
-            return array.transpose(2, 0, 1) if n > 1 else array[None]
-
-        self.n = n
-        self.residual_, self.residual = pair(config.hidden_size)
-        self.x_, self.x = pair(config.hidden_size)
-        self.qkv_, _ = pair(heads * dim)
-        by_head = self.qkv_.view(heads, dim, *columns).numpy()
-        self.qk, self.v = by_head[:normed], by_sequence(by_head[normed:])  # v: [n, Hkv, D]
-        self.halves = self.qk.reshape(normed, 2, half, *columns)
-        rotated_, rotated = pair(normed, dim)
-        self.rotated = rotated.reshape(self.halves.shape)
-        self.scratch = np.empty_like(self.rotated)
-        self.rotated_q, self.rotated_k = np.split(by_sequence(rotated), [config.num_heads], 1)  # [n, heads, D]
-        self.q_ = torch.empty(n, config.num_heads, dim) if n > 1 else rotated_[None, : config.num_heads]
-        self.q = self.q_.numpy()
-        self.gate_up_, gate_up = pair(2 * inner)
-        self.gate_, self.gate, self.up = self.gate_up_[:inner], gate_up[:inner], gate_up[inner:]
-        self.attended_, self.attended = pair(config.num_heads * dim)
-
-
 class CPUDecode:
-    """Runs decode steps of a Decoder with dense MLPs, in float32 and on a CPU."""
+    """Runs decode steps of one sequence, of a Decoder with dense MLPs, in float32 and on a CPU.
+
+    Its buffers are torch tensors, whose names end in an underscore, and numpy arrays of the same memory."""
 
     def __init__(self, decoder: Decoder, pool: KVPool) -> None:
-        self._decoder = decoder
-        self._pool = pool
-        shape = (-1, decoder.config.num_kv_heads, decoder.config.head_dim)
+        config = decoder.config
+        heads, kv_heads, dim, inner = config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
+        self._decoder, self._pool = decoder, pool
         self._caches = [
-            (keys.numpy().reshape(shape), values.numpy().reshape(shape))
+            (keys.numpy().reshape(-1, kv_heads, dim), values.numpy().reshape(-1, kv_heads, dim))
             for keys, values in zip(pool.keys, pool.values, strict=True)
         ]
         self._norms = [layer.input_norm.numpy() for layer in decoder.layers] + [decoder.norm.numpy()]
         self._post_norms = [layer.post_norm.numpy() for layer in decoder.layers]
         self._qk_norms = [None if layer.qk_norm is None else layer.qk_norm.numpy() for layer in decoder.layers]
         self._embed, self._table = _lookup(decoder.embedding), decoder.rope_tables[0].numpy()
-        self._columns: dict[int, Columns] = {}
+
+        def pair(*shape: int) -> tuple[torch.Tensor, np.ndarray]:
+            tensor = torch.empty(shape)
+            return tensor, tensor.numpy()
+
+        self._residual_, self._residual = pair(config.hidden_size)
+        self._x_, self._x = pair(config.hidden_size)
+        qkv_, qkv = pair(heads + 2 * kv_heads, dim)
+        self._qkv_, self._qk, self._v = qkv_.view(-1), qkv[: heads + kv_heads], qkv[heads + kv_heads :]
+        self._halves = self._qk.reshape(-1, 2, dim // 2)
+        rotated_, rotated = pair(heads + kv_heads, dim)
+        self._q_, self._k, self._rotated = rotated_[None, :heads], rotated[heads:], rotated.reshape(self._halves.shape)
+        self._scratch = np.empty_like(self._rotated)
+        self._gate_up_, gate_up = pair(2 * inner)
+        self._gate_, self._gate, self._up = self._gate_up_[:inner], gate_up[:inner], gate_up[inner:]
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
@@ -164,106 +138,72 @@ class CPUDecode:
     def logits(
         self, tokens: np.ndarray, positions: np.ndarray, slots: list[np.ndarray], attention: AttentionBackend
     ) -> torch.Tensor:
-        """Returns the same logits [n, V] as Decoder.forward and Decoder.logits. tokens, positions: [n]. slots [n]: of
-        each cache group. Stores each token's keys and values. Before the call, `attention` must be planned for these
-        sequences."""
-        decoder, eps, n = self._decoder, self._decoder.config.rms_norm_eps, len(tokens)
-        c = self._columns.get(n)
-        if c is None:
-            if len(self._columns) == KEPT_SIZES:
-                self._columns.pop(next(iter(self._columns)))
-            c = self._columns[n] = Columns(decoder, n)
-        if n == 1:
-            tokens, positions, slots = tokens[0], positions[0], [each[0] for each in slots]
-        c.residual[:] = self._embed(tokens).T
-        cos, sin = np.split(self._table[positions].T, 2)  # [D / 2, n] each
+        """Returns the same logits [1, V] as Decoder.forward and Decoder.logits. tokens, positions: [1]. slots [1]: of
+        each cache group. Stores the token's keys and values. Before the call, `attention` must be planned."""
+        decoder, eps = self._decoder, self._decoder.config.rms_norm_eps
+        self._residual[:] = self._embed(tokens[0])
+        cos, sin = np.split(self._table[positions[0]], 2)
         cos, sin = np.stack((cos, cos)), np.stack((-sin, sin))
         for i, layer in enumerate(decoder.layers):
             keys, values = self._caches[i]
-            _norm(c.residual, self._norms[i], eps, c.x)
-            _multiply(layer.qkv, layer.qkv_bias, c.x_, c.qkv_)
-            _rotate(c, self._qk_norms[i], eps, cos, sin)
+            self._norm(self._norms[i], eps)
+            _multiply(layer.qkv, layer.qkv_bias, self._x_, self._qkv_)
+            self._rotate(self._qk_norms[i], eps, cos, sin)
             where = slots[decoder.group_of[i]]
-            keys[where], values[where] = c.rotated_k, c.v
-            if n > 1:
-                np.copyto(c.q, c.rotated_q)
-            attended = attention.run(i, c.q_, self._pool.keys[i], self._pool.values[i])
-            if n > 1:
-                np.copyto(c.attended, attended.numpy().T)
-            _add_product(c.residual_, layer.output, layer.output_bias, c.attended_ if n > 1 else attended.view(-1))
-            _norm(c.residual, self._post_norms[i], eps, c.x)
-            assert isinstance(layer.mlp, DenseMLP)
-            _mlp(c, layer.mlp)
-        _norm(c.residual, self._norms[-1], eps, c.x)
-        if isinstance(decoder.head, ByteWeight):
-            return decoder.head.product(_rows(c.x_))
-        return torch.mm(decoder.head, c.x_).t().contiguous() if n > 1 else torch.mv(decoder.head, c.x_)[None]
+            keys[where], values[where] = self._k, self._v
+            attended = attention.run(i, self._q_, self._pool.keys[i], self._pool.values[i])
+            _add_product(self._residual_, layer.output, layer.output_bias, attended.view(-1))
+            self._norm(self._post_norms[i], eps)
+            mlp = layer.mlp
+            assert isinstance(mlp, DenseMLP)
+            _multiply(mlp.gate_up, mlp.gate_up_bias, self._x_, self._gate_up_)
+            F.silu(self._gate_, inplace=True)
+            self._gate *= self._up
+            _add_product(self._residual_, mlp.down, mlp.down_bias, self._gate_)
+        self._norm(self._norms[-1], eps)
+        return linear(self._x_[None], decoder.head)
 
+    def _norm(self, weight: np.ndarray, eps: float) -> None:
+        """x = the RMSNorm of the residual."""
+        residual, x = self._residual, self._x
+        np.multiply(residual, 1 / math.sqrt(float(np.dot(residual, residual)) / len(x) + eps), out=x)
+        np.multiply(x, weight, out=x)
 
-def _norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
-    """Write the RMSNorm of each column of x [H, n], or of x [H], to `out`; weight [H]."""
-    if x.ndim == 1:
-        np.multiply(x, 1 / math.sqrt(float(np.dot(x, x)) / len(x) + eps), out=out)
-        np.multiply(out, weight, out=out)
-        return
-    square = np.einsum("hn,hn->n", x, x)
-    square /= len(x)
-    square += eps
-    np.divide(x, np.sqrt(square, out=square), out=out)
-    np.multiply(out, weight[:, None], out=out)
-
-
-def _rotate(c: Columns, weight: np.ndarray | None, eps: float, cos: np.ndarray, sin: np.ndarray) -> None:
-    """Normalise queries and keys if there is a weight, and rotate them by their positions (RoPE). weight [heads, D];
-    cos and sin [2, D / 2, n]; the sines of the first half are negated."""
-    if weight is not None:
-        square = np.einsum("hd...,hd...->h...", c.qk, c.qk)
-        square /= weight.shape[1]
-        square += eps
-        np.divide(c.qk, np.sqrt(square, out=square)[:, None], out=c.qk)
-        np.multiply(c.qk, weight[..., None] if c.n > 1 else weight, out=c.qk)
-    np.multiply(c.halves, cos, out=c.rotated)
-    c.rotated += np.multiply(c.halves[:, ::-1], sin, out=c.scratch)
-
-
-def _mlp(c: Columns, mlp: DenseMLP) -> None:
-    _multiply(mlp.gate_up, mlp.gate_up_bias, c.x_, c.gate_up_)
-    F.silu(c.gate_, inplace=True)
-    c.gate *= c.up
-    _add_product(c.residual_, mlp.down, mlp.down_bias, c.gate_)
+    def _rotate(self, weight: np.ndarray | None, eps: float, cos: np.ndarray, sin: np.ndarray) -> None:
+        """Normalise queries and keys if there is a weight [heads, D], and rotate them by their position (RoPE). cos and
+        sin [2, D / 2]; the sines of the first half are negated."""
+        if weight is not None:
+            square = np.einsum("hd,hd->h", self._qk, self._qk)
+            square /= weight.shape[1]
+            square += eps
+            np.divide(self._qk, np.sqrt(square, out=square)[:, None], out=self._qk)
+            np.multiply(self._qk, weight, out=self._qk)
+        np.multiply(self._halves, cos, out=self._rotated)
+        self._rotated += np.multiply(self._halves[:, ::-1], sin, out=self._scratch)
 
 
 def _lookup(embedding: Matrix) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function: ids [n] -> rows [n, H] of the embedding; one id -> its row [H]."""
+    """Returns a function: an id -> its row [H] of the embedding."""
     if not isinstance(embedding, ByteWeight):
         return embedding.numpy().__getitem__
-    return lambda ids: embedding.rows(torch.as_tensor(ids)).numpy()
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Returns [n, features] of x [features, n], or [1, features] of x [features]."""
-    return x.t() if x.dim() > 1 else x[None]
+    return lambda id: embedding.rows(torch.as_tensor(id)).numpy()
 
 
 def _multiply(weight: Matrix, bias: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor) -> None:
-    """out = weight [out, in] · x [in, n] + bias, or weight · x [in] + bias."""
+    """out = weight [N, K] · x [K] + bias."""
     if isinstance(weight, ByteWeight):
-        _rows(out).copy_(weight.product(_rows(x)))
-    elif x.dim() == 1:
-        torch.mv(weight, x, out=out)
+        weight.product(x[None], out[None])
     else:
-        torch.mm(weight, x, out=out)
+        torch.mv(weight, x, out=out)
     if bias is not None:
-        out += bias[:, None] if x.dim() > 1 else bias
+        out += bias
 
 
 def _add_product(total: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, x: torch.Tensor) -> None:
-    """total += weight [out, in] · x [in, n] + bias, or weight · x [in] + bias."""
+    """total += weight [N, K] · x [K] + bias."""
     if isinstance(weight, ByteWeight):
-        _rows(total).add_(weight.product(_rows(x)))
-    elif x.dim() == 1:
-        total.addmv_(weight, x)
+        total += weight.product(x[None])[0]
     else:
-        total.addmm_(weight, x)
+        total.addmv_(weight, x)
     if bias is not None:
-        total += bias[:, None] if x.dim() > 1 else bias
+        total += bias
