@@ -44,7 +44,7 @@ class MinituiApp(AppBase):
     Screen { background: $ground; color: $ink; }
     ModalScreen { background: $ground 40%; }
     ToastRack { align: right bottom; margin: 0; }  /* over the hints, not the panels */
-    ReplayScreen ToastRack { margin-bottom: 1; }  /* not over the bar of the recording */
+    ReplayScreen, ReplayLecture, ExerciseScreen { & ToastRack { margin-bottom: 1; } }  /* above the last bar */
     Toast { background: $empty-chip; width: auto; max-width: 100%; padding: 0 1; margin: 0; }
     .-ascii Prompt, .-ascii ModalScreen > Vertical { border: ascii $accent; }
     .-ascii Toast { border: none; }

@@ -19,7 +19,7 @@ from minitui.tui.panels import ALONE, IN_ORDER, PANELS, Room
 from minitui.tui.replay_app import ReplayApp
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.theme import COLOURS, STATES, owner_style
-from minitui.tui.widgets.bars import PanelStrip
+from minitui.tui.widgets.bars import PanelStrip, TopBar
 from minitui.tui.widgets.inspect.block_colours import SIGNED, by_age, by_owner, by_refs
 from minitui.tui.widgets.inspect.block_map import BlockMap, blocks_to_show, grid
 from minitui.tui.widgets.inspect.block_table import BlockTable
@@ -322,6 +322,11 @@ async def test_a_small_terminal_says_that_a_stream_stalled_and_a_text_was_evicte
         assert "[lanes] r4 stalled" in strip.text and " 495 ms: queue" in app.screen.query_one(BatchLanes).text
         await press(pilot, "tab")
         assert "// The KV cache".replace("/", glyphs().unused) in app.screen.query_one(RadixTree).text
+        await pilot.resize_terminal(160, 50)
+        bar = app.screen.query_one(TopBar)
+        await until(pilot, lambda: " r4 stalled 495 ms: queue after a preemption " in bar.text)
+        await pilot.click(bar, offset=(bar.text.index("evicted · 112 tokens"), 0))
+        await until(pilot, lambda: app.screen.query_one(RadixTree).has_focus)
 
 
 async def test_a_small_terminal_names_all_panels_and_a_click_shows_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,22 @@ async def test_a_notice_covers_only_the_hints_and_replaces_the_notice_before_it(
         assert {notice.message for notice in app._notifications} == {"an error", "fourth notice"}
 
 
+@pytest.mark.parametrize("size", [(50, 30), (80, 24), (120, 36)])
+async def test_a_notice_of_a_recording_covers_no_panel_also_if_it_is_long(size: tuple[int, int]) -> None:
+    async with recording(size) as (app, pilot):
+        for mode in ("inspect", "lecture"):
+            app.open_mode(mode)
+            for text in ("a notice", "a notice of two lines and more " * 4):
+                app.say(text)
+                await until(pilot, lambda: any(toast.region.area for toast in app.screen.query(Toast)))
+                lines = [toast.region for toast in app.screen.query(Toast)]
+                await until(pilot, lambda lines=lines: app.screen.query_one(StatusBar).size.height >= lines[0].height)  # type: ignore[misc]
+                await drawn(pilot)
+                lines = [toast.region for toast in app.screen.query(Toast)]
+                covered = [p for p in app.screen.query(LinePanel) if any(line.overlaps(p.region) for line in lines)]
+                assert covered == [app.screen.query_one(StatusBar)] and len(lines) == 1
+
+
 async def test_a_click_on_a_key_of_the_status_bar_presses_it() -> None:
     async with recording((120, 36)) as (app, pilot):
         bar = (await inspecting(app, pilot)).query_one(StatusBar)

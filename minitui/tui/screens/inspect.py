@@ -33,6 +33,7 @@ BOTH = 44  # a terminal with fewer rows shows either the requests or the timelin
 BARS = (2, 1)  # `every` and `turn` (see Panel) of the top bar and the status bar
 SKIPPING_EVERY = 4  # while frames are skipped, the least number of frames between two paintings of a panel
 QUOTE = 16  # cells for an evicted text
+NOTICED_MS = 50  # a shorter stall is marked in the lanes only, if these are in sight
 PAINT_S = 0.005  # the panels of a frame are painted in turns of about this time
 
 
@@ -196,7 +197,7 @@ class InspectScreen(BaseScreen[None]):
     def on_mount(self) -> None:
         self._panels = {panel.id: panel for panel in self.query(LinePanel) if panel.id}
         self._bars = list(self.query(Bar))
-        self._strip = self.query_one(PanelStrip)
+        self._strip, self._top = self.query_one(PanelStrip), self.query_one(TopBar)
         self._left, self._right = self.query_one("#left"), self.query_one("#right")
         self._details = self.query_one(Details)
         self.painter = PanelPainter(self.app, self._panels, self._bars, self.call_later)
@@ -295,26 +296,29 @@ class InspectScreen(BaseScreen[None]):
             self.lay_out()
         if self._details.display:
             self._details.paint(view)
-        if self._strip.display and view.history.loaded:
-            self._strip.marks = self._to_see(view)
+        if view.history.loaded:
+            shown, other = (self._strip, self._top) if self._strip.display else (self._top, self._strip)
+            shown.marks, other.marks = self._to_see(view), {}
         self.painter.paint(view)
 
-    def _to_see(self, view: View) -> dict[str, str]:
-        """Returns what there is to see in panels that a small terminal does not show: the worst stall of the lanes, and
-        the text that was just evicted from the tree."""
+    def _to_see(self, view: View) -> dict[str, Sequence[str]]:
+        """Returns what there is to see in panels, which may be hidden or small: the worst stall of the lanes, and the
+        text that was just evicted from the tree. Each in words, and in fewer words."""
         lanes, size = self._panels["lanes"], self.size
         assert isinstance(lanes, BatchLanes)
         moment = view.moment.horizon if view.moment.still else int(view.moment.now)
         if not lanes.display and moment != self._looked:
             lanes.picture(view, size.width - 4, size.height // 2)  # once a second
         self._looked = moment
-        marks = {}
-        if lanes.stall is not None:
-            marks["lanes"] = f" {view.texts.request(lanes.stall.lane.id)} stalled {ms(lanes.stall.gap.ms)} ms "
+        marks: dict[str, Sequence[str]] = {}
+        if (stall := lanes.stall) is not None and (self.small or stall.gap.ms >= NOTICED_MS):
+            stalled = f" {view.texts.request(stall.lane.id)} stalled "
+            marks["lanes"] = f"{stalled}{view.texts.labelled(stall.words)} ", f"{stalled}{ms(stall.gap.ms)} ms "
         if evicted := view.moment.just_evicted():
+            tokens = count(sum(last.tokens for last in evicted), "token")
             quote = whole_words(clean(view.texts.evicted(evicted[-1].ids)), QUOTE)
-            what = quote or count(sum(last.tokens for last in evicted), "token")
-            marks["tree"] = f" {glyphs().times} {what} evicted "
+            brief = f" {glyphs().times} {quote or tokens} evicted "
+            marks["tree"] = f"{brief}{glyphs().middot} {tokens} " if quote else brief, brief
         return marks
 
     # ---- messages and actions

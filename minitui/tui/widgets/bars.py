@@ -64,12 +64,19 @@ class Loading(Bar):
         return Picture([row.right(f"{share:4.0%}", width, "bold ink").done(width), bar.done(width)])
 
 
+MARKED = "bold on-fill on bad"
+LEAST_NAMES = 4  # of panels in the strip beside long marks
 FRESH_S = 60.0  # dropped records are shown as an alarm for so long
 
 
 class StatusBar(Bar):
     """The last line of a screen. It shows the screen's keys, or the prompt's keys while the prompt has the focus. A
-    click on a key presses it."""
+    click on a key presses it. It is as high as the notices that cover it, so that these cover no panel."""
+
+    def paint(self, view: View) -> int:
+        notices = (textwrap.wrap(notice.message, max(8, self.size.width - 4)) for notice in self.app._notifications)
+        self.styles.height = max(1, sum(map(len, notices)))
+        return super().paint(view)
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         screen, feed = self.screen, self.app.feed
@@ -123,6 +130,7 @@ class TopBar(Bar):
     """A line with screens, model and flags; below it, the story of a demo or a recording."""
 
     DEFAULT_CSS = "TopBar { height: auto; }"
+    marks: Mapping[str, Sequence[str]] = {}  # what there is to see in panels, as in PanelStrip
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         return 1 + len(self._story(width))
@@ -143,13 +151,19 @@ class TopBar(Bar):
             places.append((row.width, row.width + len(label) + 2, mode))
             row.add(f" {label} ", "bold on-fill on ink" if self.app.current_mode == mode else "dim")
         flags = self._flags(view)
-        room = width - row.width - sum(len(text) for text, _ in flags) - 2
+        for marks in (*_marks(self.marks), {}):
+            end = width - sum(len(text) for text, _ in flags) - 1 - sum(len(text) + 1 for text in marks.values())
+            if (room := end - row.width - 1) >= 0:
+                break
         about = describe_engine(self.app.source.info, room - 3)
         if len(about) + 3 <= room:
             row.add("   " + about, "dim")
         elif room > 12:
             row.add("   " + clip(about, room - 3), "dim")
-        row.to(width - sum(len(text) for text, _ in flags) - 1)
+        row.to(end)
+        for name, text in marks.items():
+            places.append((row.width, row.width + len(text), name))
+            row.add(text, MARKED).add(" ")
         rows = [row.extend(flags).done(width)]
         for line in self._story(width):
             rows.append(Row("  ").extend(named(view, line, "bold ink")).done(width, "select"))
@@ -178,8 +192,10 @@ class TopBar(Bar):
         return flags
 
     def clicked(self, view: View, column: int, row: int) -> None:
-        if row == 0 and (mode := self.thing_at(column)) is not None:
-            self.app.open_mode(mode)
+        if row == 0 and (there := self.thing_at(column)) in self.marks:
+            self.post_message(PanelChosen(there))
+        elif row == 0 and there is not None:
+            self.app.open_mode(there)
 
 
 def describe_engine(info: EngineInfo, room: int) -> str:
@@ -199,9 +215,14 @@ def describe_engine(info: EngineInfo, room: int) -> str:
     return dot.join(known)
 
 
+def _marks(marks: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+    """Returns the marks of panels in words, and in fewer words."""
+    return [{name: words[i] for name, words in marks.items()} for i in (0, -1)]
+
+
 @dataclass
 class PanelChosen(Message):
-    """A panel of the strip was clicked."""
+    """A panel was clicked in the strip, or its mark in the top bar."""
 
     name: str
 
@@ -213,7 +234,8 @@ class PanelStrip(Bar):
     SHOWS_ITSELF = False
     names: tuple[str, ...] = ()
     current = ""
-    marks: Mapping[str, str] = {}  # of the panels that have something to see: a stall, an eviction
+    # Of the panels that have something to see (a stall, an eviction): in words, and in fewer words.
+    marks: Mapping[str, Sequence[str]] = {}
 
     def show(self, names: tuple[str, ...], current: str) -> None:
         """Show these panels."""
@@ -222,11 +244,13 @@ class PanelStrip(Bar):
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         words = {name: "blocks" if name == "map" else name for name in self.names}
-        names, marks = list(self.names), self.marks
-        room = width
-        while len(names) > 1 and sum(len(words[name]) + len(marks.get(name, "")) + 2 for name in names) > room:
-            del names[0 if names[-1] == self.current else -1]  # the current panel is always named
-            room = width - 3  # for the number of the others
+        for marks in _marks(self.marks):
+            names, room = list(self.names), width
+            while len(names) > 1 and sum(len(words[name]) + len(marks.get(name, "")) + 2 for name in names) > room:
+                del names[0 if names[-1] == self.current else -1]  # the current panel is always named
+                room = width - 3  # for the number of the others
+            if len(names) >= LEAST_NAMES:
+                break
         row = Row()
         self.places = places = []
         for name in names:
@@ -235,7 +259,7 @@ class PanelStrip(Bar):
                 row.add(f"[{words[name]}]", "bold accent")
             else:
                 row.add(f" {words[name]} ", "dim")
-            row.add(marks.get(name, ""), "bold on-fill on bad")
+            row.add(marks.get(name, ""), MARKED)
             places.append((start, row.width, name))
         if len(names) < len(self.names):
             row.add(f" +{len(self.names) - len(names)}", "dim")

@@ -105,11 +105,12 @@ def rows(view: View, hit: Hit, width: int) -> list[tuple[Run, ...]]:
     blocks = count(hit.lane.cached_tokens // max(1, view.moment.shown.state.block_size), "block")
     lane = hit.lane
     why = why_ended(view.history, lane, lane.stop, lane.stop_at, lane.cached_tokens, lane.stop_detail)
-    of = f" that {view.texts.request(lane.source)} computed"
-    stories = [f"hit: {blocks} of KV reused{of} · {why}", f"hit: {blocks} reused · {why}", f"hit: {blocks} reused"]
+    of = view.texts.request(lane.source)
+    stories = [f"hit: {blocks} of KV reused that {of} computed · {why}", f"hit: {blocks} of {of} · {why}"]
+    stories += [f"hit: {blocks} of {of} reused", f"hit: {blocks} reused"]
     if end is None:
         stories = [f"{lane.cached_tokens:,} cached + {lane.prompt_tokens - lane.cached_tokens:,} computed", stories[-1]]
-    lines.append(Row(" ").add(fitting(width - right - 4, *stories), "dim"))
+    lines.append(Row(" ").extend(named(view, fitting(width - right - 4, *stories), "ink")))
     lines = [Row()] * (ROWS - len(lines)) + lines
     return [
         line.to(width - right).add(digit, "bold hit").add(" " + word, "bold ink").done(width, "select")

@@ -208,6 +208,9 @@ tokens.""")
             filling: list[Run] = [("  ", "ink")] * bool(legend) + [(glyphs().filling, "active"), (" filling", "dim")]
             if runs_width([*legend, *filling]) <= width - 4 or len(head) + len(rows) < height - 1:
                 legend = [*legend, *filling]
+        reused: list[Run] = [(" ", f"on-fill on {LIT}"), (" just reused", "dim"), ("  ", "ink")]
+        if view.lit and legend and runs_width([*reused, *legend]) <= width - 4:
+            legend = [*reused, *legend]
         note: list[Run] = [("colour by ", "dim"), (self.mode, "ink"), (" · c", "dim")]
         if self.zoomed_at is None and not self._shows_all(view):
             note = [*self.own_key("PgDn: each block · ", first=True), *note]
