@@ -69,7 +69,8 @@ def test_litellm_answers_and_streams(server: Running, url: str, monkeypatch: pyt
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (usage["prompt_tokens"], 12)
     assert answer.usage.prompt_tokens_details.cached_tokens == usage["prompt_tokens_details"]["cached_tokens"] > 0
 
-    parts = list(completion(stream=True, stream_options={"include_usage": True}, **FIELDS))
+    with server.slowed():
+        parts = list(completion(stream=True, stream_options={"include_usage": True}, **FIELDS))
     assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == text
     assert [part.choices[0].finish_reason for part in parts if part.choices][-2:].count("length") == 1
     assert sum(bool(part.choices and part.choices[0].delta.content) for part in parts) > 1, "the text came at once"
@@ -121,7 +122,8 @@ def test_langchain_answers_and_streams(server: Running, url: str, responses: boo
     assert answer.usage_metadata["output_tokens"] == 20
     assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
 
-    parts = list(model.stream(WORDS))
+    with server.slowed():
+        parts = list(model.stream(WORDS))
     assert "".join(part.text for part in parts) == answer.text
     assert sum(bool(part.text) for part in parts) > 1, "the text came at once"
     assert sum((part.usage_metadata or {}).get("output_tokens", 0) for part in parts) == 20

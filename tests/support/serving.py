@@ -52,6 +52,15 @@ class Running:
     def snapshot(self) -> dict[str, Any]:
         return self.call(self.service.client.snapshot())
 
+    @contextlib.contextmanager
+    def slowed(self, factor: int = 10) -> Iterator[None]:
+        """Steps take longer, so a busy machine, too, sends an answer in several events."""
+        self.call(self.service.client.control("pace", factor=factor))
+        try:
+            yield
+        finally:
+            self.call(self.service.client.control("pace", factor=1))
+
     def wait_idle(self) -> None:
         """Until no request holds anything, here and in the engine."""
         wait_until(lambda: self.service.open == 0, "a place in the queue was not given back")
