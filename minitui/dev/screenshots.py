@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -30,13 +31,16 @@ from minitui.sources.replay import ReplaySource
 from minitui.teaching.contrasts import CONTRASTS, Contrast
 from minitui.teaching.lessons import lesson as find_lesson
 from minitui.trace.bundled import bundled
+from minitui.trace.reader import TraceReader
 from minitui.tui.app import MinituiApp
-from minitui.tui.compare_app import CompareApp, compare_in_app
+from minitui.tui.compare_app import CompareApp, RecordingsApp, TwoRecordings, compare_in_app
 from minitui.tui.lesson_app import LessonApp
 from minitui.tui.replay_app import ReplayApp
 from minitui.tui.screens.compare import CompareScreen
 from minitui.tui.screens.lesson import LessonScreen
 from minitui.tui.screens.prefix import PrefixPanel
+from minitui.whatif.answer import Question
+from minitui.whatif.settings import changes
 
 FOLLOW_UPS = (
     "What is a block table?",
@@ -49,7 +53,8 @@ FOLLOW_UPS = (
 @contextlib.asynccontextmanager
 async def application(scene: Scene) -> AsyncIterator[MinituiApp]:
     """Runs the scene's application: with its own engine, or over a recording."""
-    app = make(scene)
+    with tempfile.TemporaryDirectory() as folder:
+        app = what_if(scene, Path(folder)) if scene.what_if else make(scene)
     async with app.run_test(size=(scene.columns, scene.rows)):
         await until(lambda: app.feed.live and app.progress is None)
         yield app
@@ -90,6 +95,14 @@ def two_runs(contrast: Contrast, settings: Settings) -> CompareApp:
 
     chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=contrast.max_tokens))
     return CompareApp(source, chats, settings, system=choice.system, load_codec=load_codec, script=script)
+
+
+def what_if(scene: Scene, folder: Path) -> RecordingsApp:
+    """Returns the application of `minitui replay --what-if`. Both recordings are short: they are read already."""
+    question, path = Question(bundled()[scene.recording]), folder / "what-if.trace"
+    question.play(question.changed(changes(scene.what_if)), traced=True).write(path, question.reader.info)
+    source = TwoRecordings((question.reader, TraceReader(path)), ("recorded", scene.what_if))
+    return RecordingsApp(source, Chats(source), Settings(theme=f"minitui-{scene.theme}"), system="", speaker="model")
 
 
 async def take(name: str, directory: Path) -> Path:
@@ -145,6 +158,7 @@ class Scene:
     lesson: int | None = None  # instead of the chat: this lesson
     contrast: str = ""  # instead of the chat: the two runs of `minitui compare NAME`
     recording: str = ""  # instead of the chat: this bundled recording
+    what_if: str = ""  # and beside it the same requests under this setting
 
 
 async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
@@ -272,6 +286,11 @@ async def compared(app: MinituiApp) -> None:
     screen.runs.cursor = screen.runs.comparison.end("ms") / 3
 
 
+async def asked(app: MinituiApp) -> None:
+    """The figures of a recording and of the same requests under another setting."""
+    await until(lambda: isinstance(app.screen, CompareScreen) and app.screen.runs.comparison is not None)
+
+
 async def at_its_fullest(app: MinituiApp) -> None:
     """A narrated recording at the bookmark of its fullest batch, or else at its last bookmark."""
     assert isinstance(app, ReplayApp)
@@ -360,6 +379,7 @@ SCENES = {
     **{f"replay-{name}": Scene(at_its_fullest, 160, 48, recording=name) for name in bundled()},
     "requests": Scene(requested, 140, 40, recording="h200-8b"),
     "waterfall": Scene(waterfall, 140, 40, recording="h200-8b"),
+    "what-if-compare": Scene(asked, 140, 30, recording="h200-8b", what_if="seqs=32"),
     "prefix": Scene(broken_prefix, 120, 26, options={"kv_blocks": 36}),
     "help": Scene(helped, 120, 36, options=SMALL),
     "commands": Scene(commands, 120, 36, options=SMALL),

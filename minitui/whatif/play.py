@@ -235,7 +235,8 @@ class Player:
                 self._abort(heapq.heappop(self._leaves)[2])
             if not engine.has_work:
                 if self._due:
-                    self._idle += max(0.0, self._due[0][0] - device.now - IDLE_SHOWN / 1e3)
+                    shown = IDLE_SHOWN / 1e3 if self.played else 0.0  # a run begins with its first step
+                    self._idle += max(0.0, self._due[0][0] - device.now - shown)
                     device.now = max(device.now, self._due[0][0])
                 continue
             self._emitted(engine.step())
