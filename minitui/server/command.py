@@ -16,7 +16,6 @@ from typing import Any, cast
 
 from engine.config import EngineConfig
 from engine.errors import EngineError, not_installed
-from engine.process.startup import fewer_collections
 from minitui.progress import Phases
 from minitui.server.settings import Role, ServerSettings
 
@@ -156,7 +155,6 @@ def run_serve(
     Raises EngineError if it cannot serve."""
     import logging
 
-    fewer_collections()
     sys.setswitchinterval(0.001)  # a thread that encodes a long prompt yields to the event loop after 1 ms
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # warnings about invalid requests could fill the log
