@@ -6,15 +6,15 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import typer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from engine.llm import LLM
 from engine.params import SamplingParams
@@ -30,7 +30,7 @@ from minitui.dev.tutor.dataset import (
     load_words,
     word_set,
 )
-from minitui.dev.tutor.judge import Verdict, judge
+from minitui.dev.tutor.judge import judge
 from minitui.dev.tutor.wordings import Damage, Wordings
 from minitui.exercises.table import EXERCISES
 from minitui.teaching.contrasts import CONTRASTS
@@ -154,7 +154,7 @@ def test_the_weights_answer_students_as_well_as_the_card_says(llm: LLM):
     checks = load_checks("students.jsonl")[::3]
     replies = ask(llm, [first_turn(check.question) for check in checks])
     verdicts = Counter(judge(check, text) for check, (text, _) in zip(checks, replies, strict=True))
-    assert verdicts["right"] >= 22 and verdicts["wrong"] <= 6, verdicts  # 24 and 4 of 45; rounding may turn a few
+    assert verdicts["right"] >= 41 and verdicts["wrong"] <= 3, verdicts  # 43 and 1 of 45; rounding may turn a few
 
 
 def test_a_follow_up_and_a_foreign_system_prompt_hold(llm: LLM):
@@ -187,11 +187,7 @@ def test_the_model_loads_in_transformers_and_agrees(llm: LLM):
     assert ask(llm, [chat])[0][0].startswith(expected)
 
 
-def test_a_training_in_one_call_ends_in_time_and_saves_a_model_that_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    (thanks,) = (check for check in load_checks("development.jsonl") if check.id == "st_thanks")
-    tried: list[Sequence[Verdict]] = []
+def test_a_training_ends_in_time_and_saves_the_mean_with_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     steps, clock = [], count()  # a second passes at each look
 
     def with_noise(*arguments: Any) -> Any:
@@ -201,17 +197,13 @@ def test_a_training_in_one_call_ends_in_time_and_saves_a_model_that_answers(
     original = train.with_noise
     monkeypatch.setattr(train, "time", SimpleNamespace(time=lambda: next(clock)))
     monkeypatch.setattr(train, "with_noise", with_noise)
-    monkeypatch.setattr(train, "load_checks", lambda name: [thanks])
-    monkeypatch.setattr(train, "KEPT", (1.0,))
-
-    def merit(verdicts: Sequence[Verdict]) -> int:
-        tried.append(verdicts)
-        return 0
-
-    monkeypatch.setattr(train, "merit", merit)
-    changes = ["steps=6", "long_steps=0", "rows=1", "length=384", "seconds=5"]
-    train.main(tmp_path, start_from=model_dir(), changes=changes, workers=1)
+    first = {name: weight.float() for name, weight in load_file(model_dir() / "model.safetensors").items()}
+    others = [tmp_path / "four", tmp_path / "seven"]
+    for other, factor in zip(others, (4, 7), strict=True):
+        other.mkdir()
+        save_file({name: weight * factor for name, weight in first.items()}, other / "model.safetensors")
+    changes = ["steps=6", "long_steps=0", "rows=1", "length=384", "seconds=5", "peak_rate=0"]
+    train.main(tmp_path, start_from=model_dir(), others=others, changes=changes, workers=1)
     assert 1 < len(steps) < 6
-    assert [[verdict.verdict for verdict in verdicts] for verdicts in tried] == [["right"]]
-    saved, first = load_file(tmp_path / "model.safetensors"), load_file(model_dir() / "model.safetensors")
-    assert all(saved[name].equal(weight) for name, weight in first.items())  # all of the old weights were kept
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.allclose(saved[name].float(), 4 * weight, rtol=0.01) for name, weight in first.items())

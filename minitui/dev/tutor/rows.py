@@ -19,7 +19,10 @@ from minitui.dev.tutor.wordings import Damage, Wordings, casing, expand, typos
 from minitui.tutor import DEFAULT_SYSTEM_PROMPT
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-OPENING_TOKENS = 24  # tokens kept of an answer that is cut
+OPENING_TOKENS = 16  # tokens kept of an answer that is cut
+# The loss of an answer's first tokens weighs more, because they decide which answer it is. That of "I did not catch
+# that" weighs most: in doubt, this is better than an answer to another question. The longest answer has 162 tokens.
+LOSS_WEIGHTS, CAUTIOUS_WEIGHTS = ([weight] * 7 + [1] * 512 for weight in (20, 50))
 MOST_TURNS = 8
 BPE_DROPOUT = 0.1
 NOT_CAUGHT_SHARE = 0.12  # share of questions without an answer in the corpus; NOT_CAUGHT answers them
@@ -58,7 +61,7 @@ class Conversations:
         self, items: dict[str, Item], words: dict[str, Any], held_out: HeldOut, damage: Damage, tokenizer: Tokenizer
     ) -> None:
         self._items = items
-        self._wordings = Wordings(items, words, held_out, damage)
+        self._wordings, self._damage = Wordings(items, words, held_out, damage), damage
         self._system: list[str] = words["system"]
         self._follow_ups: dict[str, list[str]] = words["follow_ups"]
         self._common: list[str] = words["common"]
@@ -86,15 +89,16 @@ class Conversations:
             asked, answer = self._turn(last, rng)
             self._say("user", self._encode(asked, rng), ids, mask)
             answer_ids = self._answer_ids[answer]
+            weights = CAUTIOUS_WEIGHTS if answer == NOT_CAUGHT else LOSS_WEIGHTS
             head = [self._start, *self._role_ids["assistant"]]
             ids += head
             mask += [0] * len(head)
             if cut and turn == turns - 1 and len(answer_ids) > OPENING_TOKENS:
                 ids += answer_ids[:OPENING_TOKENS]
-                mask += [1] * OPENING_TOKENS
+                mask += weights[:OPENING_TOKENS]
                 break
             ids += [*answer_ids, self._end, *self._newline]
-            mask += [1] * (len(answer_ids) + 1) + [0] * len(self._newline)
+            mask += [*weights[: len(answer_ids) + 1], *[0] * len(self._newline)]
             last = answer
         return ids, mask
 
@@ -113,7 +117,7 @@ class Conversations:
         if kind < 0.17 + NOT_CAUGHT_SHARE:
             return self._wordings.not_caught(rng), NOT_CAUGHT
         item = rng.choices(self._asked, self._weights)[0]
-        if rng.random() < 0.25:
+        if rng.random() < self._damage.plain:
             return self._wordings.plain(item, rng), item.id
         asked, answered = self._wordings.draw(item, rng)
         return asked, item.id if answered else NOT_CAUGHT

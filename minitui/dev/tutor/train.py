@@ -1,7 +1,7 @@
 """Trains the bundled model from scratch: python -m minitui.dev.tutor.train --out DIR (a few minutes on a GPU).
 
-With --start-from it trains a checkpoint further; `--set seconds=60` limits the time. Then the saved weights are the
-mixture with the old weights that answers the development questions best.
+With --start-from it trains a checkpoint further; `--set seconds=60` limits the time. The mean of several such runs
+(--mean) is better than each of them (Wortsman et al. 2022, "Model soups").
 
 Every program that loads Qwen3 can load this model.
 
@@ -14,10 +14,8 @@ import json
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -30,10 +28,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from minitui.dev.tutor.dataset import CHECK_FILES, HeldOut, load_checks, load_items, load_words
-from minitui.dev.tutor.judge import Chat, Verdict, score, table
 from minitui.dev.tutor.rows import Conversations, pack, tokenizer_texts, train_tokenizer
 from minitui.dev.tutor.wordings import Damage
-from minitui.tutor import DEFAULT_SYSTEM_PROMPT
 
 
 @dataclass(frozen=True)
@@ -192,9 +188,6 @@ class Recipe:
     seed: int = 1
 
 
-# With --start-from, the shares of the old weights in the mixtures that are tried.
-KEPT = (0.0, 0.15, 0.3, 0.5)
-
 # Each worker process sets this before it makes rows.
 _conversations: Conversations
 
@@ -280,59 +273,6 @@ def _batches(pool: Pool, recipe: Recipe) -> Iterator[tuple[Any, Any, Any]]:
     yield from pool.imap(_pack_rows, jobs)
 
 
-@torch.no_grad()
-def mix(network: Network, old: dict[str, Tensor], keep: float) -> Network:
-    """Returns a copy of the network with each weight w replaced by keep · (old w) + (1 − keep) · w.
-
-    The mean keeps most abilities of both models (Wortsman et al. 2022, "Robust fine-tuning of zero-shot models").
-    """
-    mixed = deepcopy(network)
-    for name, weight in mixed.named_parameters():
-        weight.lerp_(old[name].to(weight.dtype), keep)
-    return mixed
-
-
-@torch.no_grad()
-def replies_of(network: Network, tokenizer: Tokenizer, chats: Sequence[Chat], most: int = 180) -> list[str]:
-    """Returns the greedy replies to the chats, of at most `most` tokens: one batch, computed without a cache."""
-    said = ["".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in chat) for chat in chats]
-    prompts = [tokenizer.encode(text + "<|im_start|>assistant\n").ids for text in said]
-    device, (end,) = next(network.parameters()).device, tokenizer.encode("<|im_end|>").ids
-    ends = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    ids = torch.full((len(prompts), int(ends.max()) + most), end, device=device)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
-    rows = torch.arange(len(prompts), device=device)
-    for _ in range(most):
-        length = int(ends.max())
-        mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            last = network(ids[:, :length], mask)[rows, ends - 1]
-            chosen = (last @ network.model.embed_tokens.weight.T).argmax(-1)
-        ids[rows, ends] = chosen
-        if (chosen == end).all():
-            break
-        ends = torch.where(chosen == end, ends, ends + 1)
-    return [tokenizer.decode(ids[row, len(prompt) : int(ends[row])].tolist()) for row, prompt in enumerate(prompts)]
-
-
-def best_mixture(network: Network, old: dict[str, Tensor], tokenizer: Tokenizer) -> Network:
-    """Returns the mixture of KEPT with the most right answers to the development questions, minus the wrong ones."""
-    checks = load_checks("development.jsonl")
-    found: list[tuple[int, Network]] = []
-    for keep in KEPT:
-        mixed = mix(network, old, keep)
-        verdicts = score(checks, partial(replies_of, mixed, tokenizer), DEFAULT_SYSTEM_PROMPT)
-        print(f"{keep} x the old weights", table(verdicts), sep="\n", flush=True)
-        found.append((merit(verdicts), mixed))
-    return max(found, key=lambda pair: pair[0])[1]
-
-
-def merit(verdicts: Sequence[Verdict]) -> int:
-    """Returns the right answers minus the wrong ones; "I did not catch that" counts as neither."""
-    return sum({"right": 1, "wrong": -1}.get(verdict.verdict, 0) for verdict in verdicts)
-
-
 def changed(settings: Settings, name: str, value: str) -> Settings:
     """Returns a copy of the settings with one field changed; `value` is converted to the type of the field."""
     return replace(settings, **{name: type(getattr(settings, name))(value)})
@@ -344,13 +284,17 @@ def main(
         Path | None,
         typer.Option(metavar="DIR", help="Continue from this checkpoint, with its tokenizer. Default: random weights."),
     ] = None,
+    others: Annotated[
+        list[Path] | None,
+        typer.Option("--mean", metavar="DIR", help="Save the mean of the new weights and of those of DIR."),
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Change a field of Recipe, Shape or Damage: steps=500."),
     ] = None,
     workers: Annotated[int, typer.Option(help="Processes that pack rows.")] = max(1, multiprocessing.cpu_count() - 1),
 ) -> None:
-    """Train and save the model; on a GPU, also evaluate it and print the results."""
+    """Train and save the model."""
     shape, recipe, damage = Shape(), Recipe(), Damage()
     for change in changes or ():
         name, _, value = change.partition("=")
@@ -366,19 +310,21 @@ def main(
     torch.manual_seed(recipe.seed)
     items = load_items()
     network = Network(shape, recipe.dropout)
-    old: dict[str, Tensor] = {}
     if start_from is None:
         tokenizer = train_tokenizer(tokenizer_texts(items, load_words()), shape.vocab_size)
     else:
         tokenizer = Tokenizer.from_file(str(start_from / "tokenizer.json"))
-        old = load_file(start_from / "model.safetensors", device=device)
-        network.load_state_dict(old)
+        network.load_state_dict(load_file(start_from / "model.safetensors"))
     size = sum(weight.numel() for weight in network.parameters())
     print(f"{size / 1e6:.2f} million parameters, {len(items)} answers, {recipe} {damage}", flush=True)
     # Forked before anything runs on the GPU: the processes need no import, and make rows while the network is compiled.
     with multiprocessing.get_context("fork").Pool(workers, _start_worker, (tokenizer.to_str(), damage)) as pool:
         train(network.to(device), shape, recipe, pool)
-    save(best_mixture(network, old, tokenizer) if old else network, tokenizer, shape, out)
+    for count, other in enumerate(others or (), 2):
+        weights = load_file(other / "model.safetensors", device=device)
+        for name, weight in network.named_parameters():
+            weight.data.lerp_(weights[name].to(weight.dtype), 1 / count)
+    save(network, tokenizer, shape, out)
     print(f"to evaluate the model: python -m minitui.dev.tutor.evaluate --model {out} --write")
 
 

@@ -24,6 +24,7 @@ ATTEMPTS = 12
 class Damage:
     """The probabilities with which wordings are changed."""
 
+    plain: float = 0.25  # a wording of the corpus is not changed at all
     hard: float = 0.45  # a wording loses and swaps many words
     abstain: float = 0.45  # mean probability that a hard wording is answered "I did not catch that"
     synonym: float = 0.3  # each phrase of the table is replaced
