@@ -43,10 +43,14 @@ class Heart:
         """Record that the main thread begins `task`, which may be IDLE."""
         self._task = (task, time.monotonic())
 
+    def beat(self) -> None:
+        """Send a heartbeat now."""
+        task, began = self._task
+        self._send("beat", task, time.monotonic() - began, self.preparing)
+
     def _run(self) -> None:
         while True:
-            task, began = self._task
-            self._send("beat", task, time.monotonic() - began, self.preparing)
+            self.beat()
             time.sleep(BEAT_S)
 
 

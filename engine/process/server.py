@@ -98,6 +98,8 @@ def _serve(
         return 1, None
     if built.info.device.startswith("CPU") and command.arguments[0].cpu_threads is None:
         leave_a_core()
+    heart.preparing = "capturing CUDA graphs" * bool(built.info.graphs)  # until the loop knows more
+    heart.beat()  # before "ready": a client that waits for graphs must not take it for their end
     writer.send("ready", built.info)
     try:
         return 0, EngineLoop(built, commands, writer, heart).run()

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from engine.config import EngineConfig
 from engine.core.engine import Engine
+from engine.info import EngineInfo
 from engine.params import SamplingParams
+from engine.process import server
 from engine.process.loop import EngineLoop
 from engine.trace.records import Record
 from tests.engine.test_scheduler_simulation import make_engine
@@ -229,6 +232,22 @@ def test_an_idle_engine_prepares_later_steps_and_says_so() -> None:
     pieces = Pieces(queue.SimpleQueue(), 4)
     run_with(pieces, heart())
     assert pieces.done == [False] * 4 and told == ["3 left", "2 left", "1 left", ""]
+
+
+@pytest.mark.parametrize("graphs", [{}, {"rows": [1]}])
+def test_a_client_knows_of_missing_graphs_before_the_engine_is_ready(
+    graphs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[Any, ...]] = []
+    heart = server.Heart(lambda *beat: sent.append(beat))
+    built = SimpleNamespace(info=EngineInfo(device="a GPU", graphs=graphs), close=lambda: None)
+    monkeypatch.setattr("engine.build.build_engine", lambda *_, **options: built)
+    monkeypatch.setattr(server, "EngineLoop", lambda *_: SimpleNamespace(run=lambda: None))
+    writer = SimpleNamespace(send=lambda *message: sent.append(message))
+    command = server.Command("start", 0, (EngineConfig("a model"),))
+    assert server._serve(command, queue.SimpleQueue(), writer, heart, lambda: None) == (0, None)  # type: ignore[arg-type]
+    ready = [message[0] for message in sent].index("ready")
+    assert bool(sent[ready - 1][3]) == bool(graphs) and sent[ready - 1][0] == "beat"
 
 
 def test_a_running_request_waits_only_for_what_its_steps_lack_and_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
