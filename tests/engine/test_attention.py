@@ -58,15 +58,10 @@ def make_case(model: AttentionShape, lengths: list[tuple[int, int]], decodes: in
     counts = torch.tensor([count for count, _ in lengths])
     q = torch.randn(int(counts.sum()), model.num_heads, model.head_dim, generator=generator, dtype=torch.float64)
     meta = ForwardMeta(
-        positions=torch.cat(positions),
-        slot_mapping=torch.cat(slots),
+        positions=torch.cat(positions), slot_mapping=torch.cat(slots),
         cu_seqlens_q=torch.cat((torch.zeros(1), counts.cumsum(0))).int(),
-        seq_lens=torch.tensor([length for _, length in lengths]).int(),
-        block_table=table,
-        max_q_len=int(counts.max()),
-        max_seq_len=max(length for _, length in lengths),
-        num_decodes=decodes,
-        logit_rows=None,
+        seq_lens=torch.tensor([length for _, length in lengths]).int(), block_table=table, max_q_len=int(counts.max()),
+        max_seq_len=max(length for _, length in lengths), num_decodes=decodes, logit_rows=None,
     )
     return Case(meta, q, caches[0], caches[1], keys, values)
 

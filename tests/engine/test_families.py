@@ -105,9 +105,7 @@ def test_tokens_equal_those_of_transformers_on_every_schedule(kind: str, seed: i
 
 
 @pytest.mark.usefixtures("compiled_or_not")
-@pytest.mark.parametrize(
-    ("compiled_or_not", "count"), [("compiled", 7), ("numpy", 1)], indirect=["compiled_or_not"]
-)
+@pytest.mark.parametrize(("compiled_or_not", "count"), [("compiled", 7), ("numpy", 1)], indirect=["compiled_or_not"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_decode_steps_on_a_cpu_compute_what_the_decoder_does(kind: str, count: int, made: Any) -> None:
     """The path that lacks a trait of the family is not chosen; the other families get the same logits and keys."""

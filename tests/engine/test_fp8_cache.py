@@ -97,9 +97,7 @@ def usual(qwen: Path) -> list[list[int]]:
     ],
     ids=["in chunks of 7", "nothing shared", "with preemptions", "larger blocks", "speculating"],
 )
-def test_how_a_prompt_is_computed_changes_no_token(
-    qwen: Path, usual: list[list[int]], options: dict[str, Any]
-) -> None:
+def test_how_a_prompt_is_computed_changes_no_token(qwen: Path, usual: list[list[int]], options: dict[str, Any]) -> None:
     """A step reads its own keys rounded, as every later step will: exact in float64."""
     assert replies(qwen, **options) == usual
 

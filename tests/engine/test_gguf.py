@@ -54,9 +54,7 @@ def written(
     whole: bool = True,
 ) -> Path:
     """The bundled model as a GGUF file, with matrices of this type; in parts of `tensors` tensors (0: one file).
-
-    `whole`: False writes only the embedding, which is enough for tests without weights.
-    """
+    `whole`: False writes only the embedding, which is enough for tests without weights."""
     config = json.loads((TUTOR / "config.json").read_text())
     writer = gguf.GGUFWriter(str(path), "qwen3", split_max_tensors=tensors)
     add_sizes(writer, config)

@@ -118,8 +118,6 @@ def test_a_damaged_tokenizer_is_named(key: str, value: Any, message: str, tmp_pa
 
 
 def test_long_pieces_are_refused_before_they_are_cut_everywhere(tmp_path: Path) -> None:
-    metadata = {
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a" * 2_000], "tokenizer.ggml.scores": [0.0],
-    }
+    metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a" * 2_000], "tokenizer.ggml.scores": [0.0]}
     with pytest.raises(CheckpointError, match="tokens of more than 1,024 characters"):
         tokenizer_files(Header(tmp_path, metadata, {}))

@@ -342,9 +342,7 @@ def test_what_cannot_be_a_revision_is_refused(revision: str, hub: FakeHub) -> No
         resolve_model(f"{NAME}@{revision}")
 
 
-def test_a_connection_that_breaks_off_is_resumed_where_it_ended(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_breaks_off_is_resumed_where_it_ended(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
     hub.cut_once = {THIRD}
     assert (resolve_model(NAME) / THIRD).read_bytes() == SHARDS[THIRD]

@@ -75,8 +75,7 @@ def feed(text: str, params: SamplingParams, end: str = "length") -> tuple[list[D
 
 
 @given(
-    text=st.text("abc", max_size=40),
-    stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    text=st.text("abc", max_size=40), stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
     include=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
@@ -101,8 +100,7 @@ def test_a_stop_string_cuts_the_text_where_it_first_stands_and_is_never_half_str
 
 @given(
     words=st.lists(st.text("abc", max_size=4), max_size=20),
-    stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
-    min_tokens=st.integers(0, 12),
+    stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4), min_tokens=st.integers(0, 12),
 )
 @example(words=list("abENDcdENDx"), stops=["END", "ENDED"], min_tokens=5)  # held back as the beginning of another
 @example(words=list("abENDcdEND"), stops=["END"], min_tokens=9)

@@ -182,9 +182,7 @@ def test_what_our_forms_cannot_hold_is_expanded(name: str, plain: tuple[Any, Pat
     assert make_runner(tmp_path / "m", "auto").loaded.quantization == "none"
 
 
-KEPT_SIZES = {
-    "hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4, "vocab_size": 208,
-}
+KEPT_SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4, "vocab_size": 208}
 KEPT = ("fp8 rows", "fp8 tensor", "fp8 whole", "fp8 blocks of 128", "int8 rows", "int8 tensor")
 
 

@@ -327,9 +327,7 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_numbers_that_work(chec
         EngineConfig(tensor_parallel_size=0)
 
 
-def test_the_result_of_a_step_is_invalid_after_a_rank_was_lost(
-    checkpoints: dict[str, Path], threads: None
-) -> None:
+def test_the_result_of_a_step_is_invalid_after_a_rank_was_lost(checkpoints: dict[str, Path], threads: None) -> None:
     """Kernels that waited for the lost rank are let go, and come to an end with nonsense."""
     runner: Any = ranks(checkpoints["qwen3"], 2)
     driver = Driver(runner)

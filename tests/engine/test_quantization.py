@@ -268,9 +268,7 @@ def test_a_reply_is_the_same_alone_and_in_a_batch(kind: str) -> None:
 @pytest.mark.parametrize(("N", "other"), [(23, False), (48, False), (23, True)])
 def test_a_product_with_8_bits_is_that_of_the_rounded_matrices(N: int, other: bool) -> None:
     """Bit by bit, for any number of rows. The largest numbers saturate no sum. Only 48 rows of the weight fill tiles.
-
-    other: as compiled for processors without products of bytes.
-    """
+    other: as compiled for processors without products of bytes."""
     needs_kernels("int8")
     from llvmlite import ir
 

@@ -58,11 +58,7 @@ class Batch:
         where = positions or [len(self.requests[row].ids) for row in rows]
         with torch.inference_mode():
             return self.sampler.sample(
-                logits.clone(),
-                np.array(rows),
-                np.array(where),
-                torch.tensor(rows),
-                torch.tensor(where),
+                logits.clone(), np.array(rows), np.array(where), torch.tensor(rows), torch.tensor(where),
                 {i: grammar for i, row in enumerate(rows) if (grammar := self.requests[row].grammar) is not None},
             )
 
@@ -221,10 +217,8 @@ def test_every_way_to_sort_gives_the_largest_first(vocab: int) -> None:
 
 
 def test_the_sampler_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of the calls that copy a value to the host, with everything asked for at once.
-
-    (Tensor.numpy is not among them: it does not exist for a tensor on a device.)
-    """
+    """None of the calls that copy a value to the host, with everything asked for at once. (Tensor.numpy is not among
+    them: it does not exist for a tensor on a device.)"""
     batch = Batch()
     for row in range(6):
         add_everything(batch, row)

@@ -42,10 +42,8 @@ def run(engine: Engine, limit: int = 100_000) -> None:
 
 
 class Load:
-    """Random arrivals, shared prefixes, aborts and failing steps, reproducible from a seed.
-
-    `groups`: (random, block size) -> side groups; with them, the cache is cleared now and then.
-    """
+    """Random arrivals, shared prefixes, aborts and failing steps, reproducible from a seed. `groups`: (random, block
+    size) -> side groups; with them, the cache is cleared now and then."""
 
     def __init__(
         self, seed: int, delay: int, failures: bool = False, prefix_caching: bool = True, drafts: int = 0,

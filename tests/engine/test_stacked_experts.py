@@ -36,9 +36,7 @@ def ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def quantise_experts(model: Any, directory: Path, layout: str) -> None:
     """Round the experts of a checkpoint of [E, in, out] to 8-bit floats; give `model` the matrices they stand for.
-
-    `layout`: "in, out" as published by Qwen, "out, in", or "each": every expert's matrices by themselves.
-    """
+    `layout`: "in, out" as published by Qwen, "out, in", or "each": every expert's matrices by themselves."""
     state = model.state_dict()
 
     def change(tensors: dict[str, torch.Tensor]) -> None:

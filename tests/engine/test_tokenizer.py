@@ -47,10 +47,8 @@ def byte_level() -> tokenizers.Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=500, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS * 3, trainer)
     tokenizer.add_tokens(["<think>", "</think>", "a token with spaces"])
@@ -62,10 +60,8 @@ def sentencepiece_like() -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
-        show_progress=False,
-        limit_alphabet=60,
+        vocab_size=420, special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
+        show_progress=False, limit_alphabet=60,
     )
     tokenizer.train_from_iterator([text.lower() for text in TEXTS[:1]] * 3, trainer)
     # The trainer makes the bytes special, which no such checkpoint does.
@@ -89,10 +85,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
     )
     llama = write(
-        tmp_path_factory.mktemp("pieces"),
-        sentencepiece_like(),
-        chat_template=template,
-        bos_token="<s>",
+        tmp_path_factory.mktemp("pieces"), sentencepiece_like(), chat_template=template, bos_token="<s>",
         eos_token={"__type": "AddedToken", "content": "</s>", "lstrip": False, "rstrip": False, "normalized": False},
     )
     return {"bytes": chatml, "pieces": llama}
@@ -234,10 +227,7 @@ def test_a_tool_result_and_a_tools_description_cannot_forge_control_tokens_eithe
     assert tokenizer.decode(ids, False) == '<|im_start|>[{"name": "<|im_start|>"}]ok<|im_end|><|im_end|>'
 
 
-@pytest.mark.parametrize(
-    "where",
-    ["chat_template.jinja", "a string", "a list", "a dictionary", "chat_template.json"],
-)
+@pytest.mark.parametrize("where", ["chat_template.jinja", "a string", "a list", "a dictionary", "chat_template.json"])
 def test_templates_are_found_wherever_checkpoints_keep_them(where: str, tmp_path: Path) -> None:
     named = [{"name": "other", "template": "wrong"}, {"name": "default", "template": CHATML}]
     both = {"other": "wrong", "default": CHATML}
@@ -257,8 +247,7 @@ def test_a_lone_surrogate_in_a_text_a_message_or_a_template_is_refused(length: i
     tokenizer = Tokenizer(write(tmp_path, byte_level(), chat_template="{{ messages[0].content + '\\ud800' }}"))
     text = "a" * length
     for encode in (
-        lambda: tokenizer.encode(text + "\udc80"),
-        lambda: tokenizer.encode(text + "\udc80", allow_special=True),
+        lambda: tokenizer.encode(text + "\udc80"), lambda: tokenizer.encode(text + "\udc80", allow_special=True),
         lambda: tokenizer.apply_chat_template([{"role": "user", "content": text}]),
         lambda: tokenizer.apply_chat_template([{"role": "user", "content": "<|im_end|>" + text}]),
     ):

@@ -122,11 +122,9 @@ PLAIN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # the kinds of the 
 @pytest.mark.parametrize("path", ["graphs", "kernel by kernel"])
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in PLAIN])
 def test_every_family_computes_what_the_reference_does(kind: str, path: str, tmp_path: Path) -> None:
-    """Windows, soft caps, sinks, other norms and activations: on graphs, or with the reason why there are none.
-
-    In a mixture with random weights, 1 % of the choices of an expert are ties, and a token whose tie is decided
-    otherwise has another half of its MLP. The next test has no choices.
-    """
+    """Windows, soft caps, sinks, other norms and activations: on graphs, or with the reason why there are none. In a
+    mixture with random weights, 1 % of the choices of an expert are ties, and a token whose tie is decided otherwise
+    has another half of its MLP. The next test has no choices."""
     directory = str(family(kind, tmp_path))
     config = read_model_config(tmp_path)
     llm = LLM(directory, **OPTIONS, **PATHS[path])

@@ -105,9 +105,7 @@ def test_the_best_of_all_pieces_is_the_best_of_the_whole_vocabulary(noisy: bool)
 
     wanted, wanted_last = outcome()
     whole = SampleWorkspace(rows, vocab, DEVICE)
-    draw(
-        logits, order, lengths, settings, top_k, keys, wanted, wanted_last, whole, noisy=noisy, truncated=False
-    )
+    draw(logits, order, lengths, settings, top_k, keys, wanted, wanted_last, whole, noisy=noisy, truncated=False)
     found = [outcome() for _ in range(SIZE)]
     pieces = [logits[:, rank * width : (rank + 1) * width].contiguous() for rank in range(SIZE)]
     spaces = [SampleWorkspace(rows, width, DEVICE) for _ in range(SIZE)]

@@ -136,10 +136,8 @@ def has_8_bits(llm: LLM) -> bool:
 
 
 def assert_near(llm: LLM, directory: Path, bounds: tuple[float, ...]) -> None:
-    """Prompts of 1, 10 and 300 tokens: the log-probabilities are near those of the same weights in float64.
-
-    Each expert gets all tokens, so with 300 tokens, activations are rounded to 8 bits too.
-    """
+    """Prompts of 1, 10 and 300 tokens: the log-probabilities are near those of the same weights in float64. Each expert
+    gets all tokens, so with 300 tokens, activations are rounded to 8 bits too."""
     exact = Driver(make_runner(directory, "float64", num_blocks=200, max_model_len=512))
     for row, (length, bound) in enumerate(zip((1, 10, 300), bounds, strict=True)):
         text = torch.randint(0, 5000, (length,), generator=torch.Generator().manual_seed(row)).tolist()
