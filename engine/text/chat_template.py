@@ -21,30 +21,22 @@ LONGEST_VALUES = 64 << 20  # bytes of the values (messages, tools, ...) as JSON
 LONGEST_SOURCE = 1 << 20  # characters of a template; the longest templates in use have about 30,000
 
 
-class ChatTemplate:
-    """One template. Its methods may be called from any thread; one rendering runs at a time."""
+class ChatTemplate(LimitedProcess):
+    """One template. Its methods may be called from any thread; one rendering runs at a time. After `stop`, running and
+    waiting renderings raise InvalidRequest."""
 
     def __init__(self, source: str, directory: Path) -> None:
         """`directory`: the directory of the checkpoint, for error messages. The process is not started yet."""
         self.source = source
         self.directory = directory
-        setup = json.dumps(source).encode()
-        limits = Limits(SECONDS, MEMORY, LONGEST)
-        self._process = LimitedProcess("template_process.py", "renders chat templates", lambda: setup, limits)
-
-    def start(self) -> None:
-        """Start the process without waiting for it, so that the first rendering is fast."""
-        self._process.start()
-
-    def stop(self) -> None:
-        """End the process: running and waiting renderings raise InvalidRequest. A later rendering starts it again."""
-        self._process.stop()
+        setup, limits = json.dumps(source).encode(), Limits(SECONDS, MEMORY, LONGEST)
+        super().__init__("template_process.py", "renders chat templates", lambda: setup, limits)
 
     def render(self, values: dict[str, Any]) -> str:
         """Render the template with `values`, which must be JSON values; return the text. Raises CheckpointError if the
         template cannot be compiled, and InvalidRequest if it refuses the values, fails or exceeds a limit."""
         try:
-            kind, contents = self._process.ask(_as_json(values))
+            kind, contents = self.ask(_as_json(values))
         except LimitExceeded as error:
             raise _refusal(str(error)) from None
         if kind == TEXT:
@@ -53,7 +45,7 @@ class ChatTemplate:
 
     def _failure(self, kind: str, name: str, sentence: str) -> EngineError:
         if name == "MemoryError":
-            self._process.end()  # otherwise Python might keep the memory
+            self.end()  # otherwise Python might keep the memory
             return _refusal(f"needs more than {MEMORY >> 20:,} MiB of memory")
         if name == "TooLong":
             return _refusal(f"writes more than {LONGEST >> 20} MiB")

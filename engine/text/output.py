@@ -142,19 +142,12 @@ class OutputProcessor:
         queue_ms, prefill_ms = request.ttft_ms or ((admitted - submitted) * 1e3, (now - admitted) * 1e3)
         stop, at, detail = request.match
         return {
-            "prompt_tokens": request.prompt_len,
-            "output_tokens": drawn,
-            "cached_tokens": request.cached_tokens,
-            "queue_ms": queue_ms,
-            "prefill_ms": prefill_ms,
-            "ttft_ms": queue_ms + prefill_ms,
+            "prompt_tokens": request.prompt_len, "output_tokens": drawn, "cached_tokens": request.cached_tokens,
+            "queue_ms": queue_ms, "prefill_ms": prefill_ms, "ttft_ms": queue_ms + prefill_ms,
             "decode_tok_s": decode_speed(drawn - 1, stream.last_us - stream.first_us) or 0.0,
-            "match": {"stop": stop, "at": at, "detail": detail},
-            "preemptions": request.preemptions,
-            "drafted_tokens": request.drafted_tokens,
-            "accepted_tokens": request.accepted_tokens,
-            "seed": request.seed,
-            "stop_reason": stream.stop_reason,
+            "match": {"stop": stop, "at": at, "detail": detail}, "preemptions": request.preemptions,
+            "drafted_tokens": request.drafted_tokens, "accepted_tokens": request.accepted_tokens,
+            "seed": request.seed, "stop_reason": stream.stop_reason,
         }
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from llvmlite import ir
 
 from engine.kernels.cpu.emit import F32, I64, Kernel
-from engine.kernels.cpu.product import PREPARE, Before, Call, call_fields, prepare
+from engine.kernels.cpu.product import PREPARE, Before, Call, call_fields, prepare, store
 
 LANES = 16  # numbers in a vector of sums
 
@@ -59,7 +59,9 @@ def emit_grouped(module: ir.Module, name: str, form: Form, eps: float) -> None:
             stop = b.add(done, b.mul(b.sdiv(b.sub(c.R, done), I64(rows)), I64(rows)))
             with b.loop(done, stop, rows) as (r0, _):
                 for r, sums in enumerate(form.tile(b, places, c, block, r0, rows)):
-                    _store(b, form, c, sums, block, b.add(r0, I64(r)))
+                    for i, found in enumerate(sums):
+                        n = b.add(b.mul(block, I64(form.together)), I64(i * LANES))
+                        store(b, c, found, n, b.add(r0, I64(r)), LANES)
             done = stop
     b.ret_void()
 
@@ -68,14 +70,3 @@ def _round(b: Kernel, form: Form, c: Call, base: Any, rows: tuple[Any, Any], eps
     prepare(b, c.x, c.norm, base, c.K, rows, c.before, eps)
     found = b.select(b.icmp_signed("==", c.before, I64(Before.NOTHING)), c.x, base)
     form.round(b, found, form.places(b, base, c), c, rows)
-
-
-def _store(b: Kernel, form: Form, c: Call, sums: list[Any], block: Any, r: Any) -> None:
-    for i, found in enumerate(sums):
-        n = b.add(b.mul(block, I64(form.together)), I64(i * LANES))
-        value, to = b.fadd(found, b.floats_at(c.bias, n)), b.add(b.mul(r, c.N), n)
-        with b.if_else(b.icmp_signed("!=", c.add, I64(0))) as (then, otherwise):
-            with then:
-                b.write(b.fadd(b.floats_at(c.out, to), value), c.out, to)
-            with otherwise:
-                b.write(value, c.out, to)

@@ -137,21 +137,12 @@ def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: 
             whole = b.integer_totals(totals)
             finish_integers(b.sub(whole, spread(b.read(row_sums, r, I32), len(totals))), n, r, len(totals))
         else:
-            store(b.total(totals[0]), n, r, 1)
+            store(b, c, b.total(totals[0]), n, r)
 
     def finish_integers(whole: Any, n: Any, r: Any, count: int) -> None:
         scale = spread(b.read(row_scales, r), count)
         value = b.fmul(b.fmul(b.sitofp(whole, scale.type), scale), b.read(c.row_scales, n, lanes=count))
-        store(value, n, r, count)
-
-    def store(value: Any, n: Any, r: Any, count: int) -> None:
-        value = b.fadd(value, b.read(c.bias, n, lanes=count))
-        at = b.add(b.mul(r, N), n)
-        with b.if_else(b.icmp_signed("!=", c.add, I64(0))) as (then, otherwise):
-            with then:
-                b.write(b.fadd(b.read(c.out, at, lanes=count), value), c.out, at)
-            with otherwise:
-                b.write(value, c.out, at)
+        store(b, c, value, n, r, count)
 
     def tile(n0: Any, r0: Any, rows: int, columns: int) -> None:
         """Compute `rows` by `columns` outputs, from row r0 and column n0."""
@@ -201,6 +192,16 @@ def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: 
 def call_fields(b: Kernel) -> Call:
     numbers = ("K", "N", "R", "each", "before", "add", "shift")
     return Call(*b.fields(**{name: I64 if name in numbers else PTR for name in Call._fields}))
+
+
+def store(b: Kernel, c: Call, value: Any, n: Any, r: Any, count: int = 1) -> None:
+    """Write `count` products of row r from column n on, with their bias, or add them to the output."""
+    value, at = b.fadd(value, b.read(c.bias, n, lanes=count)), b.add(b.mul(r, c.N), n)
+    with b.if_else(b.icmp_signed("!=", c.add, I64(0))) as (then, otherwise):
+        with then:
+            b.write(b.fadd(b.read(c.out, at, lanes=count), value), c.out, at)
+        with otherwise:
+            b.write(value, c.out, at)
 
 
 def _rounded(b: Kernel, base: Any, K: Any, R: Any) -> tuple[Any, Any, Any]:
