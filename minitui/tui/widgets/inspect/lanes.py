@@ -16,7 +16,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import owner_style
 from minitui.tui.widgets.base import LinePanel, Picture, Thing, neighbour, paragraphs, selected
 from minitui.tui.widgets.inspect.vitals import spark
-from minitui.tui.widgets.rows import Row, Run, Runs, fit, fitting, legend, runs_width
+from minitui.tui.widgets.rows import Row, Run, Runs, clip, fit, fitting, legend, runs_width
 from minitui.viewmodel.explain.stalls import Stall, worst_stall
 from minitui.viewmodel.history.lane import DECODING, FINISHED, GAINING, NOTHING, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.viewmodel.history.lanes import LaneRows
@@ -290,7 +290,7 @@ select one of these two, the label names that request. A label has the colour of
             text = view.texts.labelled(f"r{self.stall.lane.id}: {self.stall.words}")
             if row.width + len(text) + 3 > width >= len(text):
                 row = Row()
-            row.right(text, width, "bad")
+            row.right(clip(text, max(1, width - row.width - 3 * bool(row.width))), width, "bad")
         elif len(took):
             text = f"duration of these steps: {ms(took.min())} to {ms(took.max())} ms"
             if row.width + len(text) + 3 <= width:
