@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from engine.config import EngineConfig
+from engine.errors import EngineError
 from engine.groups import cache_groups
-from engine.model.config import ModelConfig
+from engine.model.config import DeltaConfig, ModelConfig
+from engine.worker.loaded import PoolSizes
 
 MODEL = ModelConfig("LlamaForCausalLM", 100, 64, 128, 6, 4, 2, 16, 1024)
 
@@ -41,3 +44,21 @@ def test_layers_that_read_the_keys_of_another_layer_take_no_memory() -> None:
 def test_full_layers_with_different_heads_cannot_share_a_table() -> None:
     with pytest.raises(ValueError, match="differ in their heads"):
         cache_groups(having(windows=(0, 0, 8, 8, 8, 8), layer_heads=((4, 8), (2, 16), *((2, 8),) * 4)))
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_pool_that_one_request_does_not_fit_is_refused_with_its_numbers(drafts: int) -> None:
+    """A request needs its own state, one that it makes, and one for each draft; of a window, the pages it spans."""
+    model = having(windows=(0, 0, 100, 0, 0, 0), delta=DeltaConfig((True,) + (False,) * 5, 1, 1, 8, 8, 4))
+    speculation = {"speculation": "prompt-lookup", "speculative_tokens": drafts} if drafts else {}
+    beside = " with 3 drafts" if drafts else ""
+    for name, least in (("state_slots", 2 + drafts), ("window_blocks", 9 + (drafts > 0))):
+
+        def sides(given: int, name: str = name) -> tuple[int, ...]:
+            config = EngineConfig(model="", **{name: given}, **speculation)  # type: ignore[arg-type]
+            return tuple(side.num_blocks for side in PoolSizes(cache_groups(model), config, 4, 64, [1, 1, 1]).sides(50))
+
+        assert 1 + least in sides(least)
+        text = rf"{name} is {least - 1}, but one request needs {least} in .*'{beside}: "
+        with pytest.raises(EngineError, match=text):
+            sides(least - 1)

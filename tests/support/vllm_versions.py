@@ -59,7 +59,7 @@ def install(version: str, place: Path) -> tuple[Path, list[str]]:
         if found is None or found[1] in tried:
             break
         tried.add(found[1])
-        same = re.compile(found[1].replace("_", "[-_.]") + r"\b", re.I)
+        same = re.compile(r"^(\w+-)?" + found[1].replace("_", "[-_.]") + r"\b", re.I)  # py-cpuinfo, apache-tvm-ffi
         wanted = next((each for each in required if same.match(each)), found[1])
         run(python, "-m", "pip", "install", "--quiet", "--no-deps", wanted)
     return python, required
