@@ -20,7 +20,7 @@ class LayerState(NamedTuple):
     """The recurrent states of a layer, one in each slot. Slot 0 holds zeros and is never written."""
 
     conv: torch.Tensor  # [slots, C, K - 1]
-    recurrent: torch.Tensor  # [slots, Hv, Dk, Dv] fp32 or float64
+    recurrent: torch.Tensor  # [slots, Hv, Dk, Dv] fp32 or float64, whose columns are contiguous
 
 
 class KVPool:
@@ -50,9 +50,10 @@ class KVPool:
             if group.state is not None:
                 wide, count = torch.promote_types(dtype, torch.float32), len(group.layers)
                 convs = _zeros(count, (blocks, *group.state.conv), dtype, device)
-                recurrents = _zeros(count, (blocks, *group.state.recurrent), wide, device)
-                for layer, *state in zip(group.layers, convs, recurrents, strict=True):
-                    self.states[layer] = LayerState(*state)
+                heads, keys, values = group.state.recurrent
+                recurrents = _zeros(count, (blocks, heads, values, keys), wide, device)
+                for layer, conv, recurrent in zip(group.layers, convs, recurrents, strict=True):
+                    self.states[layer] = LayerState(conv, recurrent.transpose(2, 3))
             else:
                 shape = (blocks, block_size, group.num_kv_heads, group.head_dim)
                 count = len(group.layers)

@@ -34,7 +34,7 @@ from engine.kernels.card import fitting
 CHUNK = 64  # tokens; also the number of rows of the tiles
 BLOCK = 8  # rows of the diagonal blocks of I + A that are inverted row by row
 # Columns of a state in one program, and its warps; of the scan also the stages.
-STEP_COLUMNS, STEP_WARPS = 16, 2
+STEP_COLUMNS, STEP_WARPS = 8, 1
 SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 64, 4, 3
 SOLVE_WARPS, CHUNK_WARPS = 4, 4
 CONV_TOKENS, CONV_CHANNELS = 16, 128  # in one program
@@ -143,7 +143,7 @@ def _step_kernel(
     if (low < high) & (tokens == high - low):  # others: _scan_kernel
         i = tl.arange(0, DK)
         j = tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
-        cell = head * DK * DV + i[:, None] * DV + j[None, :]
+        cell = head * DK * DV + j[:, None] * DK + i[None, :]
         source = tl.load(segments + 4 * low + 2).to(tl.int64)
         state = tl.load(pool + source * (HEADS * DK * DV) + cell)
         key_at = head // (HEADS // KEY_HEADS) * DK + i
@@ -154,9 +154,9 @@ def _step_kernel(
             query = _unit(tl.load(q + t * stride_q + key_at).to(tl.float32), EPS) * SCALE
             value = tl.load(v + t * stride_v + head * DV + j).to(tl.float32)
             state *= tl.exp(tl.load(g + t * HEADS + head))
-            change = (value - tl.sum(state * key[:, None], 0)) * tl.load(beta + t * HEADS + head)
-            state += key[:, None] * change[None, :]
-            tl.store(out + (t * HEADS + head) * DV + j, tl.sum(state * query[:, None], 0))
+            change = (value - tl.sum(state * key[None, :], 1)) * tl.load(beta + t * HEADS + head)
+            state += change[:, None] * key[None, :]
+            tl.store(out + (t * HEADS + head) * DV + j, tl.sum(state * query[None, :], 1))
             if target > 0:
                 tl.store(pool + target * (HEADS * DK * DV) + cell, state)
 
@@ -298,10 +298,10 @@ def _scan_kernel(
         d = tl.arange(0, DK)
         c = tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
         by_key = i[:, None] * DK + d[None, :]
-        cell = head * DK * DV + d[:, None] * DV + c[None, :]
+        cell = head * DK * DV + c[:, None] * DK + d[None, :]
         source = tl.load(segments + 4 * low + 2).to(tl.int64)
         # Transposed, so that states and changes go from one product to the next in registers.
-        state = tl.trans(tl.load(pool + source * (HEADS * DK * DV) + cell))
+        state = tl.load(pool + source * (HEADS * DK * DV) + cell)
         for s in range(low, high):
             first = tl.load(segments + 4 * s)
             end = tl.load(segments + 4 * s + 1)
@@ -323,7 +323,7 @@ def _scan_kernel(
                 at = (t.to(tl.int64)[:, None] * HEADS + head) * DV + c[None, :]
                 tl.store(out + at, tl.trans(o.to(dtype)), mask=(t < end)[:, None])
             if target > 0:
-                tl.store(pool + target * (HEADS * DK * DV) + cell, tl.trans(state))
+                tl.store(pool + target * (HEADS * DK * DV) + cell, state)
 
 
 def delta_rule(
@@ -331,8 +331,8 @@ def delta_rule(
     states: Any, eps: float = 1e-6,
 ) -> torch.Tensor:
     """Returns the output [T, Hv, Dv] of the gated delta rule; engine/model/delta.py specifies it. q, k [T, Hk, Dk] and
-    v [T, Hv, Dv], in rows of any stride; g, beta fp32 [T, Hv]; recurrent fp32 [slots, Hv, Dk, Dv], read at each entry's
-    source and written at the target of each segment. Dk and Dv are 64 or 128."""
+    v [T, Hv, Dv], in rows of any stride; g, beta fp32 [T, Hv]; recurrent fp32 [slots, Hv, Dk, Dv], with contiguous
+    columns, read at each entry's source and written at the target of each segment. Dk and Dv are 64 or 128."""
     tokens, key_heads, dk = q.shape
     heads, dv = v.shape[1:]
     n, m = len(states.cu_segments) - 1, len(states.segments)

@@ -81,7 +81,8 @@ def make(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device)
 
-    x, conv, recurrent = normal(tokens, channels), normal(slot, channels, taps - 1), normal(slot, value_heads, dk, dv)
+    x, conv = normal(tokens, channels), normal(slot, channels, taps - 1)
+    recurrent = normal(slot, value_heads, dv, dk).transpose(2, 3)  # as in the pool
     unread = [i for i in range(slot) if i not in read]
     conv[unread], recurrent[unread], x[at:] = float("nan"), float("nan"), float("nan")
     conv[0], recurrent[0] = 0, 0
