@@ -54,7 +54,7 @@ def install(version: str, place: Path) -> tuple[Path, list[str]]:
     required = re.findall(r"^Requires-Dist: ([^;\n]+)", metadata.read_text(), re.M)
     tried = set()
     for _ in range(MOST_MISSING):
-        probe = run(python, "-c", "import tests.support.vllm_driver", check=False)
+        probe = run(python, "-c", "import tests.support.vllm_driver, vllm.model_executor.models.qwen3", check=False)
         found = MISSING.search(probe.stderr.strip().rpartition("\n")[2])
         if found is None or found[1] in tried:
             break
