@@ -18,6 +18,7 @@ tensor core with consecutive columns, and these are of one group.
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,7 +31,7 @@ from engine.kernels.norms import silu_mul, silu_times
 
 TILE = 128  # rows of a tile
 FEW = 256  # tokens
-LARGE = 160 << 10  # bytes of shared memory; results of 256 tokens take 128 KiB
+SHARED = 2048  # columns of a matrix from which on two programs may share a tile
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter has no assembly
 
 
@@ -245,38 +246,67 @@ def one(
 
 
 @triton.jit
-def _numbers(words, Q: tl.constexpr, dtype: tl.constexpr):
-    """Returns q - 8 as activations, where q are the bits 4 Q to 4 Q + 3 of each 16-bit word. 128 + q has the bits
-    0x4300 | q in bfloat16. Then 136 is subtracted by an instruction that Ampere has too."""
+def _numbers(words, less, Q: tl.constexpr):
+    """Returns 128 + q + less in the type of less, where q are the bits 4 Q to 4 Q + 3 of each 16-bit word. 128 + q has
+    the bits 0x4300 | q in bfloat16. The sum is an instruction that Ampere has too."""
     if INTERPRETED:
-        return (((words >> (4 * Q)) & 15).to(tl.float32) - 8).to(dtype)
+        return (((words >> (4 * Q)) & 15) + 128).to(less.dtype) + less
     return tl.inline_asm_elementwise(
         f"""
         {{
-            .reg .b32 t, one, less;
+            .reg .b32 t, one;
             mov.b32 one, 0x3F803F80;
-            mov.b32 less, 0xC308C308;
             shr.u32 t, $1, {4 * Q};
             lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $0, t, one, less;
+            fma.rn.bf16x2 $0, t, one, $2;
         }}
         """,
-        "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
+        "=r,r,r", [words, less], dtype=tl.bfloat16, is_pure=True, pack=2,
     )
 
 
-@triton.jit(do_not_specialize=["M"])  # one compiled program for any number of tokens
+@triton.jit
+def _times(a, factors):
+    """Returns a · factors. Triton's own product is not packed: packing its results between the products of a tensor
+    core makes ptxas let these wait for each other."""
+    if INTERPRETED:
+        return a * factors
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 none; mov.b32 none, 0x80008000; fma.rn.bf16x2 $0, $1, $2, none; }",
+        "=r,r,r", [a, factors], dtype=tl.bfloat16, is_pure=True, pack=2,
+    )
+
+
+@triton.jit
+def _waited(acc):
+    """Returns acc, which is used here: if a product ended in the next iteration, ptxas would serialise all of them."""
+    if INTERPRETED:
+        return acc
+    return tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit(do_not_specialize=["M", "WHOLE"])  # one compiled program for any number of tokens
 def _few_kernel(
-    x, w, groups, offsets, scale, y, M, N, K: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr, OFFSETS: tl.constexpr,
-    SCALED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    x, w, groups, offsets, scale, y, halves, counters, M, N, WHOLE, K: tl.constexpr, GROUP: tl.constexpr,
+    P: tl.constexpr, OFFSETS: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    part = tl.program_id(1)
-    m0 = tl.program_id(2) * BLOCK_M
     TILES: tl.constexpr = K // (4 * P)
-    SPAN: tl.constexpr = TILES // SPLIT_K
+    STEPS: tl.constexpr = TILES * P // WIDTH
     SHARE: tl.constexpr = 4 * P // GROUP
+    unit = tl.program_id(0)
+    part = tl.program_id(1)
+    first = part * STEPS // SPLIT_K
+    end = (part + 1) * STEPS // SPLIT_K
+    half = (unit - WHOLE) % 2
+    shared = (SPLIT_K == 1) & (unit >= WHOLE)
+    if shared:
+        unit = WHOLE + (unit - WHOLE) // 2
+        first = half * STEPS // 2
+        end = (half + 1) * STEPS // 2
+    wide = tl.cdiv(M, BLOCK_M)
+    tile = unit // wide
+    m0 = unit % wide * BLOCK_M
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = m0 + tl.arange(0, BLOCK_M)
     by_row = tl.load(scale + n)
@@ -285,27 +315,42 @@ def _few_kernel(
     column = tile * BLOCK_N % 128
     after_previous(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for i in tl.range(0, SPAN * P // WIDTH, num_stages=STAGES):
-        t = part * SPAN + i * WIDTH // P
+    for i in tl.range(first, end, num_stages=STAGES):
+        t = i * WIDTH // P
         piece = i * WIDTH % P  # of the words of a row
         words = w.load([row + t * 128, piece])
         total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for q in tl.static_range(4):
             g = at_group + t * SHARE + q * P // GROUP
             b = x.load([m0, t * 4 * P + q * P + piece])  # rows past M are zeros
-            a = _numbers(words, q, b.dtype)
+            less = tl.full([BLOCK_N], -136.0, b.dtype)
             if OFFSETS:
-                a += offsets.load([g, column]).reshape([BLOCK_N]).to(b.dtype)[:, None]
+                less = (offsets.load([g, column]).reshape([BLOCK_N]) - 136.0).to(b.dtype)  # whole numbers: exact
+            a = _numbers(words, less[:, None], q)
             if SCALED:
-                a *= groups.load([g, column]).reshape([BLOCK_N]).to(b.dtype)[:, None]
-                acc = tl.dot(a, b.T, acc)
+                acc = tl.dot(_times(a, groups.load([g, column]).reshape([BLOCK_N]).to(b.dtype)[:, None]), b.T, acc)
             else:
                 total = tl.dot(a, b.T, total)
                 if (q + 1) * P % GROUP == 0:
                     acc += total * groups.load([g, column]).reshape([BLOCK_N]).to(tl.float32)[:, None]
                     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    to = y + part.to(tl.int64) * M * N + m[None, :].to(tl.int64) * N + n[:, None]
-    tl.store(to, (acc * by_row[:, None]).to(y.dtype.element_ty), mask=(m < M)[None, :])
+        if SCALED:
+            acc = _waited(acc)
+    acc *= by_row[:, None]
+    last = True
+    if shared:
+        cell = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        both = halves + (unit - WHOLE) * (2 * BLOCK_N * BLOCK_M) + cell
+        tl.store(both + half * (BLOCK_N * BLOCK_M), acc)
+        tl.debug_barrier()  # all threads must write their sums before the counter increases
+        last = tl.atomic_add(counters + unit - WHOLE, 1, sem="acq_rel") == 1
+        if last:
+            tl.debug_barrier()
+            tl.store(counters + unit - WHOLE, 0)
+            acc += tl.load(both + (1 - half) * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+    if last:
+        to = y + part.to(tl.int64) * M * N + m[None, :].to(tl.int64) * N + n[:, None]
+        tl.store(to, acc.to(y.dtype.element_ty), mask=(m < M)[None, :])
 
 
 class Form(NamedTuple):
@@ -317,6 +362,7 @@ class Form(NamedTuple):
     warps: int
     stages: int
     scaled: bool  # the factors of groups multiply the weights, not the sums: then the weights are rounded to bfloat16
+    programs: int = 1  # that run on a processor at the same time, of 8 warps: 2 have 128 registers each
     parts: int = 1  # parts of K, which the next norm sums
 
 
@@ -327,31 +373,47 @@ def few_form(m: int, w: FourBitMatrix, in_parts: bool) -> Form:
         form = Form(max(16, triton.next_power_of_2(m)), 128 if in_parts else 64, 64, 4, 4, scaled=False)
     elif m <= 64:
         form = Form(64, 128, 64, 8, 4, scaled=False)
-    elif m <= 128 or card().shared < LARGE:
-        form = Form(128, 128, 32, 8, 4, scaled=True)
+    elif m <= 128:
+        form = Form(64, 128, 64, 8, 2, scaled=True, programs=2)
     else:
-        form = Form(256, 128, 32, 8, 3, scaled=True)
+        form = Form(128, 128, 32, 8, 2, scaled=True, programs=2)
     parts, tiles, most = 1, k // (4 * width), 8 if m <= 32 and k > 8192 else 4
-    while in_parts and parts < most and 2 * parts * n // form.block_n <= 256 and tiles % (2 * parts) == 0:
+    units = triton.cdiv(m, form.block_m) * n // form.block_n
+    while in_parts and parts < most and 2 * parts * units <= 256 and tiles % (2 * parts) == 0:
         parts *= 2
     form = form._replace(width=min(width, form.width))
     return form._replace(parts=parts)
 
 
+@cache
+def _counters(device: torch.device) -> torch.Tensor:
+    """Returns counters, which are 0 before and after each launch."""
+    return torch.zeros(2 * card().processors, dtype=torch.int32, device=device)
+
+
 def few(x: torch.Tensor, w: FourBitMatrix, form: Form, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns x W^T for x [M, K] as [parts, M, N], which the caller sums: fp32, or bfloat16 if there is one part."""
+    """Returns x W^T for x [M, K] as [parts, M, N], which the caller sums: fp32, or bfloat16 if there is one part.
+
+    If tiles are left that occupy at most half of the processors, two programs share each of them.
+    """
     (m, k), n, width = x.shape, w.shape[0], w.values.shape[-1]
     dtype = torch.float32 if form.parts > 1 else x.dtype
     y = torch.empty(form.parts, m, n, dtype=dtype, device=x.device) if out is None else out
+    units = triton.cdiv(m, form.block_m) * (n // form.block_n)
+    room = card().processors * form.programs
+    left = units % room if form.parts == 1 and k >= SHARED else 0
+    left = left if 2 * left <= room else 0
+    halves = torch.empty(2 * left * form.block_m * form.block_n, dtype=torch.float32, device=x.device)
     stage = 2 * form.width * (4 * form.block_m + form.block_n) + 1024
     factors, moved = (None if t is None else t.view(-1, TILE) for t in (w.groups, w.offsets))
     described = (None if t is None else TensorDescriptor.from_tensor(t, [1, form.block_n]) for t in (factors, moved))
     tiles = TensorDescriptor.from_tensor(w.values.view(-1, width), [form.block_n, form.width])
-    _few_kernel[(n // form.block_n, form.parts, triton.cdiv(m, form.block_m))](
-        TensorDescriptor.from_tensor(x, [form.block_m, form.width]), tiles, *described, w.scale, y, m, n, K=k,
-        GROUP=k // w.groups.shape[1], P=width, OFFSETS=moved is not None, SCALED=form.scaled, WIDTH=form.width,
-        BLOCK_M=form.block_m, BLOCK_N=form.block_n, SPLIT_K=form.parts, STAGES=fitting(form.stages, stage),
-        num_warps=form.warps, **overlap(),
+    _few_kernel[(units + left, form.parts)](
+        TensorDescriptor.from_tensor(x, [form.block_m, form.width]), tiles, *described, w.scale, y, halves,
+        _counters(x.device), m, n, units - left, K=k, GROUP=k // w.groups.shape[1], P=width,
+        OFFSETS=moved is not None, SCALED=form.scaled, WIDTH=form.width, BLOCK_M=form.block_m, BLOCK_N=form.block_n,
+        SPLIT_K=form.parts, STAGES=fitting(form.stages, stage), num_warps=form.warps,
+        maxnreg=128 if form.programs > 1 else None, **overlap(),
     )
     return y
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.kernels import card
+from engine.kernels import card, four_bits
 from engine.kernels.card import Card
 
 Sizes = dict[str, int]  # kernel -> the largest number of bytes of shared memory of its forms
@@ -55,7 +55,8 @@ def compiling_for(wanted: Card, monkeypatch: Any) -> Iterator[Sizes]:
         return launch
 
     with monkeypatch.context() as patch:
-        patch.setattr(card, "card", lambda: wanted)
+        for module in (card, four_bits):
+            patch.setattr(module, "card", lambda: wanted)
         card.overlap.cache_clear()
         patch.setattr(JITFunction, "__getitem__", compiled)
         patch.setattr(driver, "_active", AbsentCard(wanted.capability))

@@ -53,8 +53,15 @@ def errors(columns: int, group: int, offsets: bool) -> dict[str, float]:
     width = w.values.shape[-1]
     for form in (
         Form(16, 128, width, 4, 2, scaled=False), Form(16, 128, 32, 4, 2, scaled=True, parts=columns // (4 * width)),
+        Form(16, 128, width, 4, 2, scaled=True, programs=2),
     ):
-        found[f"few, {form.parts} parts"] = error(four_bits.few(several, w, form).sum(0), several.double() @ wide.T)
+        found[f"few, {form}"] = error(four_bits.few(several, w, form).sum(0), several.double() @ wide.T)
+    four_bits.SHARED = 128  # two programs share each tile of these few columns
+    for scaled in (False, True):
+        twice = [four_bits.few(several, w, Form(16, 64, 32, 4, 2, scaled)) for _ in range(2)]
+        found[f"shared, {scaled}"] = error(twice[1][0], several.double() @ wide.T)
+        assert torch.equal(*twice) and not four_bits._counters(several.device).any()
+    four_bits.SHARED = 1 << 20
     return found
 
 
