@@ -303,7 +303,7 @@ class InspectScreen(BaseScreen[None]):
 
     def _to_see(self, view: View) -> dict[str, Sequence[str]]:
         """Returns what there is to see in panels, which may be hidden or small: the worst stall of the lanes, and the
-        text that was just evicted from the tree. Each in words, and in fewer words."""
+        text that was just evicted from the tree. Each in several texts, the longest first."""
         lanes, size = self._panels["lanes"], self.size
         assert isinstance(lanes, BatchLanes)
         moment = view.moment.horizon if view.moment.still else int(view.moment.now)
@@ -312,8 +312,10 @@ class InspectScreen(BaseScreen[None]):
         self._looked = moment
         marks: dict[str, Sequence[str]] = {}
         if (stall := lanes.stall) is not None and (self.small or stall.gap.ms >= NOTICED_MS):
-            stalled = f" {view.texts.request(stall.lane.id)} stalled "
-            marks["lanes"] = f"{stalled}{view.texts.labelled(stall.words)} ", f"{stalled}{ms(stall.gap.ms)} ms "
+            why = view.texts.labelled(stall.words)
+            brief = why.replace(" device in the prefill", " prefill").removesuffix(" on the core")
+            texts = why, brief, f"{ms(stall.gap.ms)} ms"
+            marks["lanes"] = [f" {view.texts.request(stall.lane.id)} stalled {text} " for text in texts]
         if evicted := view.moment.just_evicted():
             tokens = count(sum(last.tokens for last in evicted), "token")
             quote = whole_words(clean(view.texts.evicted(evicted[-1].ids)), QUOTE)

@@ -216,8 +216,8 @@ def describe_engine(info: EngineInfo, room: int) -> str:
 
 
 def _marks(marks: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
-    """Returns the marks of panels in words, and in fewer words."""
-    return [{name: words[i] for name, words in marks.items()} for i in (0, -1)]
+    """Returns the marks of panels, each time in fewer words."""
+    return [{name: words[min(i, len(words) - 1)] for name, words in marks.items()} for i in range(3)]
 
 
 @dataclass
@@ -234,7 +234,7 @@ class PanelStrip(Bar):
     SHOWS_ITSELF = False
     names: tuple[str, ...] = ()
     current = ""
-    # Of the panels that have something to see (a stall, an eviction): in words, and in fewer words.
+    # Of the panels that have something to see (a stall, an eviction): texts, the longest first.
     marks: Mapping[str, Sequence[str]] = {}
 
     def show(self, names: tuple[str, ...], current: str) -> None:
