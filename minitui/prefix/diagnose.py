@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import inf
 
 import numpy as np
@@ -86,20 +87,18 @@ def _one(turn: Turn, earlier: Sequence[Turn]) -> Finding:
         if n and better:
             best, shared = other, n
     could = min(round(shared / per_token), prompt)
-    found = Finding(turn.number, prompt, could, turn.cached, 0, "first", estimated=turn.prompt is None)
+    cause = "first" if best is None else "none"
+    found = Finding(turn.number, prompt, could, turn.cached, 0, cause, estimated=turn.prompt is None)
     if best is None:
         return found
     found.ancestor = best.number
     intact = sum(map(len, best.parts))
-    whole = shared >= intact or shared >= size
-    if not whole:
+    if shared < min(intact, size):
         cause, found.where, found.before, found.after = difference(turn.parts, best.parts)
         # What the ancestor has after the difference, and this request has, too, is computed again.
         again = min(intact, size) - shared
         if cause and again > 0:
             found.cause, found.lost = cause, round(again / per_token)
-    if found.cause == "first":
-        found.cause = "none"
     missing = could - (turn.cached if turn.cached is not None else could)
     if missing > max(ROUNDING, ALIKE * could):
         if missing > found.lost or found.cause == "none":
@@ -112,10 +111,8 @@ def _one(turn: Turn, earlier: Sequence[Turn]) -> Finding:
 
 def _apart(turn: Turn, other: Turn) -> str:
     """Returns why two requests cannot share a cache; empty if they can."""
-    if turn.salt != other.salt:
-        return "salt"
-    if turn.adapter != other.adapter:
-        return "adapter"
+    if turn.salt != other.salt or turn.adapter != other.adapter:
+        return "salt" if turn.salt != other.salt else "adapter"
     return "another replica" if turn.replica and other.replica and turn.replica != other.replica else ""
 
 
@@ -133,9 +130,8 @@ def _shared(a: Sequence[Part], b: Sequence[Part]) -> int:
 def difference(parts: Sequence[Part], earlier: Sequence[Part]) -> tuple[str, str, str, str]:
     """Returns (cause, where, text before, text now) of the first difference. The cause is empty where the request ends
     in another way than its ancestor: that is another question, not a change of what came before."""
-    i = next(
-        (i for i, (a, b) in enumerate(zip(parts, earlier, strict=False)) if a != b), min(len(parts), len(earlier))
-    )
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(parts, earlier, strict=False))
+    i = sum(1 for _ in alike)
     now = parts[i] if i < len(parts) else Part("end")
     was = earlier[i] if i < len(earlier) else Part("end")
     at = now.common(was)
@@ -145,9 +141,7 @@ def difference(parts: Sequence[Part], earlier: Sequence[Part]) -> tuple[str, str
 
 
 def _excerpt(part: Part, at: int) -> str:
-    if part.hidden:
-        return "hidden"
-    return part.text[max(0, at - 12) : at + SHOWN]
+    return "hidden" if part.hashes else part.text[max(0, at - 12) : at + SHOWN]
 
 
 def _cause(parts: Sequence[Part], earlier: Sequence[Part], i: int, at: int) -> str:
@@ -158,24 +152,25 @@ def _cause(parts: Sequence[Part], earlier: Sequence[Part], i: int, at: int) -> s
     if not _same_conversation(parts, earlier, i, at):
         return ""
     if "tool" in (now.kind, was.kind):
-        tools, before = (sorted(_key(p) for p in each if p.kind == "tool") for each in (parts, earlier))
+        tools, before = (sorted(p for p in each if p.kind == "tool") for each in (parts, earlier))
         return "tools reordered" if tools == before else "tools changed"
     if was.kind == "thinking" and now.kind != "thinking":
         return "thinking removed"
     value = _changing(was, now, at)
     if now.kind == was.kind and now.kind in ("system", "developer"):
         return value or "system prompt changed"
-    rest = list(map(_key, parts[i:]))
-    later = list(map(_key, earlier[i:]))
+    rest, later = parts[i:], earlier[i:]
     after = next((n for n in range(1, len(later)) if later[n] == rest[0]), None)
     if after is not None and (len(rest) == 1 or later[after : after + 2] == rest[:2] or after + 1 == len(later)):
         dropped = earlier[i : i + after]
         return "thinking removed" if all(p.kind == "thinking" for p in dropped) else "history shortened"
     if value and now.kind == was.kind and i < len(earlier) - 1:
         return value
-    # The last message of the ancestor is its question: a request with another one is no change of history.
+    # The last message of the ancestor is its question: a request with another one is no change of history, unless it
+    # has more messages than its ancestor.
+    continues = len(parts) > len(earlier) > 1 and now.kind == was.kind
     questions = [n for n, part in enumerate(earlier) if part.kind not in ("assistant", "thinking")]
-    if i >= (questions[-1] if questions else len(earlier) - 1) and not _continues(parts, earlier, i):
+    if i >= (questions[-1] if questions else len(earlier) - 1) and not continues:
         return ""
     return value or "history changed"
 
@@ -183,32 +178,22 @@ def _cause(parts: Sequence[Part], earlier: Sequence[Part], i: int, at: int) -> s
 def _same_conversation(parts: Sequence[Part], earlier: Sequence[Part], i: int, at: int) -> bool:
     """Returns whether two prompts that differ from part `i` on belong together: a later part is the same, or most of
     this part. Others only begin alike, such as two chats with one system prompt."""
-    left = {_key(part) for part in earlier[i:]}
-    if any(_key(part) in left for part in parts[i:]):
+    if not set(earlier[i:]).isdisjoint(parts[i:]):
         return True
     was, now = earlier[i], parts[i]
-    alike = at + (0 if was.hidden else _alike_at_end(was.text[at:], now.text[at:]))
+    alike = at + (0 if was.hashes else _alike_at_end(was.text[at:], now.text[at:]))
     return was.kind == now.kind and alike >= RELATED * max(len(was), len(now))
-
-
-def _continues(parts: Sequence[Part], earlier: Sequence[Part], i: int) -> bool:
-    """True if the request has more messages than its ancestor, whose last message it changed."""
-    return len(parts) > len(earlier) and parts[i].kind == earlier[i].kind and len(earlier) > 1
 
 
 def _alike_at_end(a: str, b: str) -> int:
     """Returns the number of equal characters at the end of two texts."""
-    return next((n for n, (x, y) in enumerate(zip(reversed(a), reversed(b), strict=False)) if x != y),
-                min(len(a), len(b)))
-
-
-def _key(part: Part) -> tuple[str, str, tuple[str, ...]]:
-    return part.kind, part.text, part.hashes
+    pairs = zip(reversed(a), reversed(b), strict=False)
+    return next((n for n, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
 def _changing(was: Part, now: Part, at: int) -> str:
     """Returns whether a text differs in a date or a value only: the rest of both is alike."""
-    if was.hidden or now.hidden or was.kind != now.kind:
+    if was.hashes or now.hashes or was.kind != now.kind:
         return ""
     a, b = was.text, now.text
     end = _alike_at_end(a[at:], b[at:])
@@ -238,10 +223,8 @@ def _word(text: str, begin: int, end: int) -> str:
 
 def _token_ms(turns: Sequence[Turn]) -> float | None:
     """Returns what a computed prompt token costs in ms, from the times to first byte; None if these do not tell it."""
-    known = [
-        (t.prompt - t.cached, t.first_ms) for t in turns
-        if t.prompt is not None and t.cached is not None and t.first_ms is not None
-    ]
+    told = ((t.prompt, t.cached, t.first_ms) for t in turns)
+    known = [(n - cached, ms) for n, cached, ms in told if n is not None and cached is not None and ms is not None]
     if len(known) < 4 or len({n for n, _ in known}) < 3:
         return None
     tokens, ms = np.array(known, float).T

@@ -30,9 +30,7 @@ REUSED_S = 4.0  # an idle connection is used again within this time: servers clo
 MOST_IDLE = 64  # connections
 PROMPTS = (b"/chat/completions", b"/completions", b"/responses", b"/messages")  # ends of paths with prompts
 # Headers about one connection. Compressed answers could not be read.
-HOP = frozenset((
-    b"connection", b"keep-alive", b"proxy-connection", b"te", b"upgrade", b"proxy-authenticate", b"proxy-authorization",
-))
+HOP = frozenset(b"connection keep-alive proxy-connection te upgrade proxy-authenticate proxy-authorization".split())
 OWN = HOP | {b"host", b"accept-encoding"}  # of a request
 REPLICA = (b"x-data-parallel-rank", b"x-served-by", b"x-replica")  # headers in which an answer names its replica
 
@@ -330,6 +328,5 @@ def _lines(headers: Headers) -> bytes:
 def _plain(status: int, text: str) -> bytes:
     """Returns an answer of the proxy's own, the last one on its connection."""
     body = f"{text}\n".encode()
-    length = str(len(body)).encode()
-    headers = [(b"Content-Type", b"text/plain"), (b"Content-Length", length), (b"Connection", b"close")]
+    headers = [(b"Content-Type", b"text/plain"), (b"Content-Length", b"%d" % len(body)), (b"Connection", b"close")]
     return b"HTTP/1.1 %d \r\n" % status + _lines(headers) + body

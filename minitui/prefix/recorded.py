@@ -19,8 +19,6 @@ from minitui.whatif.asked import Asked, Recorded, asked_in, asked_of, hides_text
 
 INSIDE = re.compile(r"<tools>(?P<tools>.*?)</tools>|<think>(?P<thinking>.*?)</think>", re.S)
 STOPS = {"evicted": "eviction", "window": "window", "state": "checkpoint", "short": "too short for a block"}
-
-
 Decode = Callable[[list[int]], str]
 
 
@@ -29,20 +27,15 @@ def findings_in(reader: TraceReader) -> list[Finding]:
     return findings_of(asked_in(reader), reader.decode)
 
 
-def findings_since(
-    first: AnnotatedState, records: Iterator[Record], info: EngineInfo, decode: Decode
-) -> list[Finding]:
+def findings_since(first: AnnotatedState, records: Iterator[Record], info: EngineInfo, decode: Decode) -> list[Finding]:
     """Returns the findings of a run that goes on: of the records since a state."""
-    kept = list(records)
-    snapshot = first.state.snapshot()
-    hidden, exact = hides_texts([(snapshot, kept)]), not info.engine and not info.overlap
-    return findings_of(asked_of([(snapshot, kept)], hidden, exact), decode)
+    kept = [(first.state.snapshot(), list(records))]
+    return findings_of(asked_of(kept, hides_texts(kept), not info.engine and not info.overlap), decode)
 
 
 def findings_of(recorded: Recorded, decode: Decode) -> list[Finding]:
     """Returns a finding for each request that was admitted. `decode`: returns the text of ids."""
-    cost = _token_ms(recorded.steps)
-    size = recorded.block_size
+    cost, size = _token_ms(recorded.steps), recorded.block_size
     seen: dict[tuple[int, int], Asked] = {}  # (hash of a text up to a block's end, salt) -> the last request with it
     findings: list[Finding] = []
     writing: list[tuple[Asked, list[int]]] = []  # requests whose replies had not ended
@@ -135,9 +128,7 @@ def _hashes(one: Asked, size: int) -> list[int]:
 def _token_ms(steps: Steps) -> float | None:
     """Returns what a prompt token costs in ms by the model of the timings panel; None if the fit does not tell it."""
     model = fit(steps, steps.committed)
-    if model is None:
-        return None
-    fitted = model.whole if model.whole is not None else model.device
+    fitted = None if model is None else model.whole or model.device
     if fitted is None:
         return None
     cost, error = fitted.costs[PREFILL_TOKENS], fitted.covariance[PREFILL_TOKENS, PREFILL_TOKENS] ** 0.5

@@ -40,19 +40,17 @@ class Summary:
 
 def summarise(findings: Sequence[Finding]) -> Summary:
     """Returns the summary of a session. What could have been cached includes what the found causes cost."""
-    tokens = sum(one.prompt for one in findings)
     told = [one for one in findings if one.cached is not None]
-    could = sum(_could(one) for one in findings)
+    tokens, told_tokens = (sum(one.prompt for one in each) for each in (findings, told))
+    could, told_could = (sum(map(_could, each)) for each in (findings, told))
     cached = sum(one.cached or 0 for one in told)
-    told_could = sum(_could(one) for one in told)
     causes = []
     for cause in {one.cause for one in findings} - set(WELL):
         mine = [one for one in findings if one.cause == cause]
         known = [one.seconds for one in mine if one.seconds is not None]
-        seconds = sum(known) if len(known) == len(mine) else None
-        causes.append(Costly(cause, len(mine), sum(one.lost for one in mine), seconds))
+        lost, seconds = sum(one.lost for one in mine), sum(known) if len(known) == len(mine) else None
+        causes.append(Costly(cause, len(mine), lost, seconds))
     causes.sort(key=lambda one: (-one.tokens, one.cause))
-    told_tokens = sum(one.prompt for one in told)
     return Summary(
         len(findings), tokens, could / tokens if tokens else 0.0, cached / told_tokens if told_tokens else None,
         min(1.0, cached / told_could) if told_could else None, causes, any(one.estimated for one in findings),
@@ -88,15 +86,10 @@ def lines(findings: Sequence[Finding], source: str) -> list[str]:
     summary = summarise(findings)
     out = [
         f"{source}: {count(summary.requests, 'request')}, {count(summary.tokens, 'prompt token')}"
-        + (" (estimated from characters)" if summary.estimated else ""),
-        heading(summary),
-        "",
+        + (" (estimated from characters)" if summary.estimated else ""), heading(summary), "",
     ]
-    for one in findings:
-        if one.cause in WELL:
-            continue
-        fault = CAUSES[one.cause][0]
-        seconds = "" if one.seconds is None else f", {one.seconds:.2f} s"
+    for one in (each for each in findings if each.cause not in WELL):
+        fault, seconds = CAUSES[one.cause][0], "" if one.seconds is None else f", {one.seconds:.2f} s"
         out.append(f"request {one.number}: {one.cause} ({fault}): {count(one.lost, 'token')} lost{seconds}")
         if one.ancestor is not None:
             where = f"; {one.where}" if one.where else ""
@@ -112,10 +105,10 @@ def markdown(findings: Sequence[Finding], source: str) -> str:
     """Returns the report as Markdown."""
     summary = summarise(findings)
     cached = "unknown" if summary.cached is None else f"{summary.cached:.0%}"
+    did = f"{count(summary.requests, 'request')}, {count(summary.tokens, 'prompt token')}"
     out = [
         f"# Prefix cache of {visible_line(source)}", "",
-        f"{count(summary.requests, 'request')}, {count(summary.tokens, 'prompt token')}: {summary.could:.0%} could "
-        f"have been cached, {cached} was.", "",
+        f"{did}: {summary.could:.0%} could have been cached, {cached} was.", "",
         "| cause | fault of | requests | tokens | seconds | what to change |", "|---|---|---:|---:|---:|---|",
     ]
     for costly in summary.causes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ MOST_LINE = 64 << 20  # characters
 MOST_REQUESTS = 100_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Part:
     """A piece of a prompt: its kind ("tool", "system", "user", "assistant", …) and its text; or the hashes of its
     pieces of PIECE characters, and its length."""
@@ -34,10 +33,6 @@ class Part:
 
     def __len__(self) -> int:
         return self.length if self.hashes else len(self.text)
-
-    @property
-    def hidden(self) -> bool:
-        return bool(self.hashes)
 
     def hide(self, key: bytes) -> Part:
         """Returns the part without its text."""
@@ -55,9 +50,9 @@ class Part:
             return 0
         if self == other:
             return len(self)
-        a, b = (self.hashes, other.hashes) if self.hidden else (self.text, other.text)
+        a, b = (self.hashes, other.hashes) if self.hashes else (self.text, other.text)
         n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        return min(n * PIECE, len(self), len(other)) if self.hidden else n
+        return min(n * PIECE, len(self), len(other)) if self.hashes else n
 
 
 @dataclass(slots=True)
@@ -104,10 +99,7 @@ class Turn:
 
 def read_log(path: Path) -> list[Turn]:
     """Returns the requests of a log. Raises EngineError with the number of the first wrong line."""
-    return list(_lines(path))
-
-
-def _lines(path: Path) -> Iterator[Turn]:
+    turns: list[Turn] = []
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, 1):
@@ -119,11 +111,12 @@ def _lines(path: Path) -> Iterator[Turn]:
                         if type(data) is not dict or data.get("format") != FORMAT:
                             raise ValueError("not the first line of a log of minitui proxy")
                         continue
-                    yield Turn.from_json(data)
+                    turns.append(Turn.from_json(data))
                 except (ValueError, RecursionError) as error:
                     raise EngineError(f"{path}, line {number}: {error}") from None
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror}") from None
+    return turns
 
 
 # ---- requests of APIs
@@ -151,10 +144,8 @@ def _message(message: Any) -> list[Part]:
     if not isinstance(message, dict):
         return [Part("user", _text(message))]
     kind = str(message.get("role") or message.get("type") or "user")[:40]
-    parts = []
-    for name in ("reasoning_content", "reasoning"):
-        if message.get(name):
-            parts.append(Part("thinking", _text(message[name])))
+    thoughts = (message.get(name) for name in ("reasoning_content", "reasoning"))
+    parts = [Part("thinking", _text(thought)) for thought in thoughts if thought]
     for content in _list(message.get("content")):
         thought = isinstance(content, dict) and content.get("type") in ("thinking", "redacted_thinking", "reasoning")
         parts.append(Part("thinking" if thought else kind, _text(content)))

@@ -145,24 +145,18 @@ def _point(changes: dict[str, str], goals: dict[str, float]) -> Point:
     return Point(changes, player.figures, player.notes, good, len(player.refused), player.device.extrapolated)
 
 
-class Sweep:
+class Sweep(ProcessPoolExecutor):
     """Plays several settings, on all cores. A context manager."""
 
     def __init__(self, question: Question, goals: dict[str, float] | None = None) -> None:
         played = copy(question)
         del played.reader  # the processes need not read the file
         self._goals = goals or {}
-        self._pool = ProcessPoolExecutor(min(8, os.cpu_count() or 1), None, _prepare, (played,))
-
-    def __enter__(self) -> Sweep:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        super().__init__(min(8, os.cpu_count() or 1), None, _prepare, (played,))
 
     def play(self, settings: Sequence[dict[str, str]]) -> Iterator[Point]:
         """Begin to play these changes; return an iterator of their points, in their order."""
-        return self._pool.map(_point, settings, [self._goals] * len(settings))
+        return self.map(_point, settings, [self._goals] * len(settings))
 
 
 # ---- advice

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
@@ -136,8 +137,8 @@ def asked_of(kept: Kept, hidden: bool, exact: bool) -> Recorded:
         notes.append("windows and recurrent states are not played: with them, a hit can be shorter")
     if hidden:
         notes.append("texts are hidden: what was evicted and computed again counts as another text")
-    size, unknown = folding.state.block_size, UNKNOWN + folding.numbered
-    recorded = Recorded(requests, warm, size, hidden, steps, notes, unknown)
+    unknown = UNKNOWN + folding.numbered
+    recorded = Recorded(requests, warm, folding.state.block_size, hidden, steps, notes, unknown)
     if not gaps:
         recorded.lanes, recorded.tokens, recorded.evicted = folding.lanes, folding.tokens, folding.evicted
     return recorded
@@ -322,13 +323,11 @@ def _spelled(numbers: list[int], size: int) -> array[int]:
 def _find_chats(requests: list[Asked], size: int) -> None:
     """Set `after` of each request: the last one of its group that had finished when it came. A request has the salt of
     the one before it, if both texts begin alike: when a salt's text was evicted, the tree does not tell its salt."""
-    ended: dict[str, list[Asked]] = {}
+    ended: dict[str, deque[Asked]] = defaultdict(lambda: deque(maxlen=64))
     for one in requests:
-        earlier = [other for other in ended.get(one.group, ()) if other.ended is not None and other.ended <= one.at]
+        earlier = [other for other in ended[one.group] if other.ended is not None and other.ended <= one.at]
         if one.group and earlier:
             one.after = max(earlier, key=lambda other: other.ended or 0.0)
             if one.after.known[:size] == one.known[:size]:
                 one.salt = one.after.salt
-        ended.setdefault(one.group, []).append(one)
-        if len(ended[one.group]) > 64:
-            del ended[one.group][0]
+        ended[one.group].append(one)

@@ -80,6 +80,14 @@ class Costs:
         own, launched = sum(map(mul, work, self.own)), sum(map(mul, work, self.launched))
         return (max(0.0, own - self.no_graph), launched + self.no_graph) if kind == NO_GRAPH else (own, launched)
 
+    def beyond(self, most: Sequence[float]) -> list[str]:
+        """Returns in words how the largest steps of a played run exceed the recorded ones: "1,024 prompt tokens in a
+        step (at most 512 were recorded)"."""
+        return [
+            f"{most[i]:,.0f} {name} in a step (at most {self.most[i]:,.0f} were recorded)"
+            for i, name in enumerate(NAMES) if i not in (0, SEVERAL) and most[i] > self.limits[i]
+        ]
+
     def together(self, own: float, launched: float) -> float:
         """Returns the time of a step."""
         return max(own, launched) if self.parallel else own + launched
@@ -260,12 +268,3 @@ def _prior(work: np.ndarray, took: np.ndarray) -> np.ndarray:
     prior[:2] *= np.sqrt(len(work))
     prior[2, PREFILL_STEPS::n] = PROMPTS_FREE
     return prior / max(float(np.median(took)), 1e-6)
-
-
-def beyond(most: Sequence[float], seen: Sequence[float]) -> list[str]:
-    """Returns in words how a played run's largest steps exceed the recorded ones: "1,024 prompt tokens in a step (at
-    most 512 were recorded)"."""
-    return [
-        f"{most[i]:,.0f} {name} in a step (at most {seen[i]:,.0f} were recorded)"
-        for i, name in enumerate(NAMES) if i not in (0, SEVERAL) and most[i] > BEYOND * seen[i]
-    ]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count as numbers
 from operator import gt
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,17 +34,7 @@ from minitui.viewmodel.history.steps import IDLE_SHOWN
 from minitui.viewmodel.history.tokens import percentiles
 from minitui.viewmodel.view import View
 from minitui.whatif.asked import Asked, Recorded
-from minitui.whatif.cost import (
-    FEATURES,
-    NO_GRAPH,
-    NO_GRAPH_PATH,
-    Costs,
-    Deviations,
-    StepPath,
-    beyond,
-    path_of,
-    work_of,
-)
+from minitui.whatif.cost import FEATURES, NO_GRAPH, NO_GRAPH_PATH, Costs, Deviations, StepPath, path_of, work_of
 from minitui.whatif.settings import Setting
 
 STOP = (1 << 31) - 2  # the id that ends a reply
@@ -117,7 +108,7 @@ class Device:
         for i, draft in plan.drafts() if k > n else ():
             text, end = known[rows[i]], ends[i]
             result.checked[i] = text[end - len(draft) : end + 1]
-        return Launch(self, result, *self._cost(plan))
+        return Launch(self, result, self._cost(plan))
 
     def _cost(self, plan: StepPlan) -> tuple[float, Sequence[float], StepPath]:
         """Note what the launch of a step costs; return what the step costs beside it, in ms, its work and path."""
@@ -143,16 +134,17 @@ class Device:
             self.extrapolated += self._deviations.extrapolated or any(map(gt, work, self._limits))
 
 
-class Launch:
-    """A step on the simulated device. `own`: its cost in ms; `work`: its features."""
+class Launch(NamedTuple):
+    """A step on the simulated device. `cost`: in ms, with its features and its path."""
 
-    def __init__(self, device: Device, result: StepResult, own: float, work: Sequence[float], path: StepPath) -> None:
-        self._device, self._result, self._cost = device, result, (own, work, path)
+    device: Device
+    result: StepResult
+    cost: tuple[float, Sequence[float], StepPath]
 
     def wait(self) -> StepResult:
         """Wait until the virtual clock is at the step's end."""
-        self._device.arrive(*self._cost)
-        return self._result
+        self.device.arrive(*self.cost)
+        return self.result
 
 
 class PlayedClock(StepClock):
@@ -215,9 +207,8 @@ class Player:
         self.began = self.device.now
         self.snapshot = self.engine.snapshot()
         self.log.enabled = self._traced
-        tree = self.engine.cache.tree
+        tree, self.twice = self.engine.cache.tree, -self.engine.cache.waste.preempted
         self._evict, tree.evict = tree.evict, self._count_evicted  # type: ignore[method-assign]
-        self.twice = -self.engine.cache.waste.preempted
         first_step = self.engine.scheduler.step
         for asked in self.recorded.requests:
             if asked.before and asked.id in earlier:
@@ -268,14 +259,12 @@ class Player:
         for _ in range(EARLIER_STEPS):
             if all(r.decoding for r in self.engine.scheduler.requests.values()):
                 break
-            self._ended(self.engine.step())
-        self._ended(self.engine.drain())
+            self._emitted(self.engine.step())
+        if last := self.engine.drain():
+            self._emitted(last)
+        for one in self.played.values():
+            one.tokens.clear()  # they came before the recording
         return {one.id for one in earlier}
-
-    def _ended(self, emitted: list[Emitted]) -> None:
-        for item in emitted:
-            if item.finish_reason:
-                self._finished(item.request.id, item.request)
 
     def _cache(self, number: int, text: Iterable[int], salt: int) -> None:
         """Put a text into the tree, which nobody uses."""
@@ -333,8 +322,7 @@ class Player:
     def _finished(self, id: int, request: Request) -> None:
         self.device.replies.pop(id, None)
         one = self.played[id]
-        one.finished = True
-        one.cached, one.preemptions = request.cached_tokens, request.preemptions
+        one.finished, one.cached, one.preemptions = True, request.cached_tokens, request.preemptions
         one.drafted, one.accepted = request.drafted_tokens, request.accepted_tokens
         self._answered(one.asked)
 
@@ -379,7 +367,7 @@ class Player:
             notes.append(f"{self.cut:,} {words} cut: pool or context are too small for the rest.")
         if self.device.extrapolated:
             share = self.device.extrapolated / max(1, self.steps)
-            reasons = "; ".join(beyond(self.device.most, self._costs.most)) or "of rows"
+            reasons = "; ".join(self._costs.beyond(self.device.most)) or "of rows"
             notes.append(f"extrapolated: {share:.0%} of the steps have work like no recorded step: {reasons}.")
         return notes
 

@@ -128,9 +128,5 @@ def points(text: str) -> tuple[str, list[str]]:
     first, last = value_of(name, low), value_of(name, high)
     if type(first) is not int or type(last) is not int or first >= last:
         raise EngineError(f"{values[:40]!r} is not a range of {name}: write two numbers, the smaller first")
-    numbers: list[int] = []
-    at = max(1, first)
-    while at < last and len(numbers) < MOST_POINTS - 1:
-        numbers.append(at)
-        at *= 2
-    return name, [str(n) for n in (*numbers, last)]
+    doubled = (max(1, first) << i for i in range(MOST_POINTS - 1))
+    return name, [str(n) for n in (*(n for n in doubled if n < last), last)]
