@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import importlib.util
 import logging
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 NVIDIA = Path("/dev/nvidiactl")  # exists if there is a GPU of NVIDIA
 COLLECT_AFTER = 20_000  # more objects made than freed; Python's default of 700 is reached in every step
@@ -21,16 +23,27 @@ def log_to_stderr() -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=form, force=True)
 
 
+class _ImportedWhenUsed(ModuleType):
+    """In the place of a module, until something of it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if sys.modules[self.__name__] is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
 def import_torch() -> None:
     """Import torch without garbage collections, and exclude its objects from later collections. Otherwise each full
     collection would visit every object of torch, during the import and later between steps. A fifth of the import is
-    left out: the shapes of operators for torch.compile, which an engine does not use."""
+    put off: the shapes of operators for torch.compile, which an engine does not use."""
     if "torch" in sys.modules:
         return
-    sys.modules["torch._meta_registrations"] = ModuleType("torch._meta_registrations")
+    sys.modules["torch._meta_registrations"] = _ImportedWhenUsed("torch._meta_registrations")
     gc.disable()
     try:
-        import torch._prims.rng_prims  # noqa: F401 (torch.Generator needs it, and what is left out imports it)
+        import torch._prims.rng_prims  # noqa: F401 (torch.Generator needs it, and what is put off imports it)
     finally:
         gc.freeze()
         gc.enable()
