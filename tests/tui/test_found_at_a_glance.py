@@ -317,7 +317,7 @@ async def test_a_small_terminal_says_that_a_stream_stalled_and_a_text_was_evicte
         await until(pilot, lambda: isinstance(app.screen, InspectScreen) and app.position >= 120)
         strip = app.screen.query_one(PanelStrip)
         await until(pilot, lambda: "ms" in strip.text)
-        assert strip.text == "[blocks] table  lanes  r4 stalled 495 ms  tree  × The KV cache… evicted  +5"
+        assert strip.text == "[blocks] table  lanes  r4 stalled 495 ms  tree  × “The KV cache…” evicted  +5"
         await press(pilot, "tab", "tab")
         assert "[lanes] r4 stalled" in strip.text and " 495 ms: queue" in app.screen.query_one(BatchLanes).text
         await press(pilot, "tab")

@@ -33,7 +33,7 @@ BOTH = 44  # a terminal with fewer rows shows either the requests or the timelin
 BARS = (2, 1)  # `every` and `turn` (see Panel) of the top bar and the status bar
 SKIPPING_EVERY = 4  # while frames are skipped, the least number of frames between two paintings of a panel
 QUOTE = 16  # cells for an evicted text
-NOTICED_MS = 50  # a shorter stall is marked in the lanes only, if these are in sight
+NOTICED_MS = 50  # a shorter stall is marked in the lanes only
 PAINT_S = 0.005  # the panels of a frame are painted in turns of about this time
 
 
@@ -311,7 +311,7 @@ class InspectScreen(BaseScreen[None]):
             lanes.picture(view, size.width - 4, size.height // 2)  # once a second
         self._looked = moment
         marks: dict[str, Sequence[str]] = {}
-        if (stall := lanes.stall) is not None and (self.small or stall.gap.ms >= NOTICED_MS):
+        if (stall := lanes.stall) is not None and stall.gap.ms >= NOTICED_MS:
             why = view.texts.labelled(stall.words)
             brief = why.replace(" device in the prefill", " prefill").removesuffix(" on the core")
             texts = why, brief, f"{ms(stall.gap.ms)} ms"
@@ -319,7 +319,7 @@ class InspectScreen(BaseScreen[None]):
         if evicted := view.moment.just_evicted():
             tokens = count(sum(last.tokens for last in evicted), "token")
             quote = whole_words(clean(view.texts.evicted(evicted[-1].ids)), QUOTE)
-            brief = f" {glyphs().times} {quote or tokens} evicted "
+            brief = f" {glyphs().times} {f'“{quote}”' if quote else tokens} evicted "
             marks["tree"] = f"{brief}{glyphs().middot} {tokens} " if quote else brief, brief
         return marks
 

@@ -105,9 +105,9 @@ def rows(view: View, hit: Hit, width: int) -> list[tuple[Run, ...]]:
     blocks = count(hit.lane.cached_tokens // max(1, view.moment.shown.state.block_size), "block")
     lane = hit.lane
     why = why_ended(view.history, lane, lane.stop, lane.stop_at, lane.cached_tokens, lane.stop_detail)
-    of = view.texts.request(lane.source)
-    stories = [f"hit: {blocks} of KV reused that {of} computed · {why}", f"hit: {blocks} of {of} · {why}"]
-    stories += [f"hit: {blocks} of {of} reused", f"hit: {blocks} reused"]
+    it, of = view.texts.request(lane.id), view.texts.request(lane.source)
+    stories = [f"hit: {it} reused {blocks}{what} · {why}" for what in (f" of KV that {of} computed", f" of {of}")]
+    stories += [f"hit: {it} reused {blocks} of {of}", f"hit: {blocks} reused"]
     if end is None:
         stories = [f"{lane.cached_tokens:,} cached + {lane.prompt_tokens - lane.cached_tokens:,} computed", stories[-1]]
     lines.append(Row(" ").extend(named(view, fitting(width - right - 4, *stories), "ink")))
