@@ -174,7 +174,8 @@ def test_events_that_only_have_text_are_made_like_all_others(server: Running, pa
     body = {"model": "tutor", "max_tokens": 12, "temperature": 0, "n": 2, "stream": True, **asked}
     streams = []
     for more in ({}, {"return_token_ids": True}):  # with token ids, each event is made as a whole
-        chunks = chunks_of(server.post(f"/v1/{path}", body | more).text)
+        with server.slowed():
+            chunks = chunks_of(server.post(f"/v1/{path}", body | more).text)
         texts = {0: "", 1: ""}
         for choice in (chunk["choices"][0] for chunk in chunks):
             texts[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""

@@ -36,7 +36,10 @@ async def inspecting(app: MinituiApp, pilot: Pilot[Any]) -> InspectScreen:
 
 
 async def click(pilot: Pilot[Any], panel: LinePanel, column: int, row: int) -> None:
-    """Click on a cell of the panel's body."""
+    """Click on a cell of the panel's body, once the panel stands still: a card may have appeared above it."""
+    region = None
+    while region != (region := panel.region):
+        await drawn(pilot)
     beside, above = (0, 0) if panel.frame == "none" else (2, 1)
     await pilot.click(panel, offset=(column + beside, row + above))
     await drawn(pilot)
