@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from itertools import combinations
 from typing import Any, NamedTuple, cast
 
-from minitui.exercises.student import Broken, Student, shown
+import numpy as np
+
+from minitui.exercises.student import Broken, Student, shown, whole
 from minitui.exercises.trial import Trial
 from minitui.exercises.work import TEMPERATURES
 from minitui.whatif.asked import Asked
@@ -23,7 +23,11 @@ SIGMAS = 5.0  # a share that is off by more standard deviations is no chance: 1 
 ADDED = 5.0  # to all logits, which changes no probability
 CHANGED = 0.1  # the share of draws that may change then, by rounding
 CHANCE = 5.0  # percent: exact draws are as far from softmax, by chance
-FEWEST = 10  # draws that two requests must have in common, to be compared
+SEEDS, POSITIONS = 16, 200  # of the draws from equal logits, at temperature 1
+FEWEST = 90  # pairs of such draws, to be compared
+SAME = 0.25  # the share of these pairs that may draw the same, beside those that do by chance
+NO_EFFECT = {(1, 0): ": the seed has no effect", (0, 1): ": the position has no effect",
+             (1, -1): ": only their sum has an effect"}
 
 Draw = Callable[[list[float], float, int, int], Any]
 
@@ -92,6 +96,13 @@ class Drawing:
     def __init__(self, draw: Draw, student: Student | None) -> None:
         self._draw, self._student = draw, student
         self.drawn: list[Drawn] = []
+        self.grid = np.zeros((0, POSITIONS), np.int64)  # tokens drawn from equal logits, by seed and position
+
+    def draw_grid(self) -> None:
+        """Draw from equal logits, with neighbouring seeds and positions. Raises Broken."""
+        equal, student = [0.0] * TOKENS, cast(Student, self._student)
+        self.grid = np.array([[self._token(student, self._draw(list(equal), 1.0, seed, position))
+                               for position in range(POSITIONS)] for seed in range(1, SEEDS + 1)])
 
     def token(self, request: int, position: int) -> int:
         """Draws a token. Raises Broken."""
@@ -99,17 +110,23 @@ class Drawing:
         token = self._draw(list(table), heat, request, position)
         moved = None
         if self._student is not None:
-            self._check(self._student, table, heat, request, position, token)
+            token = self._checked(self._student, table, heat, request, position, token)
             if heat == 1.0 and position % 4 == 0:
                 moved = self._draw([logit + ADDED for logit in table], heat, request, position)
         self.drawn.append(Drawn(request, position, heat, token, moved))
         return int(token)
 
-    def _check(
-        self, student: Student, table: list[float], heat: float, seed: int, position: int, token: object
-    ) -> None:
-        if type(token) is not int or not 0 <= token < TOKENS:
-            raise student.broken(f"`sample` returned {shown(token)}: a token is a whole number from 0 to {TOKENS - 1}")
+    @staticmethod
+    def _token(student: Student, drawn: object) -> int:
+        token = whole(drawn)
+        if token is None or not 0 <= token < TOKENS:
+            raise student.broken(f"`sample` returned {shown(drawn)}: a token is a whole number from 0 to {TOKENS - 1}")
+        return token
+
+    def _checked(
+        self, student: Student, table: list[float], heat: float, seed: int, position: int, drawn: object
+    ) -> int:
+        token = self._token(student, drawn)
         again = self._draw(list(table), heat, seed, position)
         if again != token:
             raise student.broken(
@@ -121,6 +138,7 @@ class Drawing:
                 f"at temperature 0, token {token} was drawn for r{seed}, but token {table.index(max(table))} has the "
                 "largest logit"
             )
+        return token
 
     # ---- all draws
 
@@ -144,8 +162,9 @@ class Drawing:
                     spread[cell] += share * (1 - share)
         sigmas = [abs(n - e) / math.sqrt(s) for n, e, s in zip(counts, expected, spread, strict=True)]
         worst = max(range(CELLS), key=sigmas.__getitem__)
-        name = f"token {worst}" if worst < TOKENS else f"the token with the largest logit but {worst - TOKENS}"
-        name = "the token with the largest logit" if worst == TOKENS else name
+        place = worst - TOKENS + 1
+        nth = {1: "", 2: "2nd ", 3: "3rd "}.get(place, f"{place}th ")
+        name = f"token {worst}" if worst < TOKENS else f"the token with the {nth}largest logit"
         return sigmas[worst], name, counts[worst], expected[worst]
 
     @property
@@ -164,27 +183,51 @@ class Drawing:
             total += sum(map(abs, shares)) / 2 / max(1, len(draws))
         return max(CHANCE, 100 * total / len(heats))
 
+    @staticmethod
+    def _pairs() -> Iterable[tuple[tuple[int, int], str, np.ndarray, np.ndarray]]:
+        """Yields pairs of draws that a usual mistake makes equal: (the steps in seed and position, what they have in
+        common, the indices of the first draws in the grid, those of the second)."""
+        at = np.arange(SEEDS * POSITIONS).reshape(SEEDS, POSITIONS)  # row 0 is seed 1
+        for up in range(1, POSITIONS // 2):
+            yield (0, up), f"the same seed, the position larger by {up}", at[:, :-up], at[:, up:]
+        for right in (1, 2, 3, 4):
+            for up in range(-POSITIONS + 1, POSITIONS) if right < 4 else (0,):
+                low, high = max(0, -up), POSITIONS - max(0, up)
+                moved = f"position {'larger' if up > 0 else 'smaller'} by {abs(up)}" if up else "same position"
+                yield (right, up), f"the seed larger by {right}, the {moved}", (
+                    at[:-right, low:high]), at[right:, low + up : high + up]
+        half, square = POSITIONS // 2, at[:, 1 : SEEDS + 1]
+        yield (0, 0), "equal products of seed and position", at[: SEEDS // 2, 2::2], at[1::2, 1:half]
+        above = np.triu_indices(SEEDS, 1)
+        yield (0, 0), "seed and position exchanged", square[above], square.T[above]
+        yield (0, 0), "the same digits, one after the other", at[0, 110:200], at[10, 10:100]
+
+    def _check_chance(self) -> None:
+        """Raise Broken if draws that should be independent are often the same."""
+        tokens, worst, told = self.grid.ravel(), SAME, ""
+        chance = float(((np.bincount(tokens) / max(1, tokens.size)) ** 2).sum())  # more if the draws are biased
+        for steps, words, first, second in self._pairs():
+            same = tokens[first] == tokens[second]
+            more = (same.mean() - chance) / (1 - chance) if chance < 1 else 1.0
+            if same.size < FEWEST or more <= worst:
+                continue
+            worst = more
+            likely = same + same.mean(-1, keepdims=True) + same.mean(0)  # a pair that is the same by no chance
+            (a, p), (b, q) = (divmod(int(which.flat[likely.argmax()]), POSITIONS) for which in (first, second))
+            told = (f"seed {a + 1} at position {p} and seed {b + 1} at position {q} draw the same: of {same.size:,} "
+                    f"such pairs ({words}), {same.sum():,} drew the same of {TOKENS} tokens with equal logits, by "
+                    f"chance {same.size * chance:,.0f} do"
+                    + (NO_EFFECT.get(steps, "") if same.all() else ""))
+        if told:
+            raise Broken(told)
+
     def check_all(self) -> None:
         """Raise Broken if the draws do not follow softmax, or do not depend on the seed or the position."""
         warm = self.at(1.0)
-        texts: dict[int, dict[int, int]] = defaultdict(dict)
-        for one in warm:
-            texts[one.request][one.position] = one.token
-        pairs = [(a, b, texts[a].keys() & texts[b].keys()) for a, b in combinations(list(texts)[:8], 2)]
-        pairs = [pair for pair in pairs if len(pair[2]) >= FEWEST]
-        if pairs and all(texts[a][at] == texts[b][at] for a, b, common in pairs for at in common):
-            a, b, common = pairs[0]
-            raise Broken(f"seeds {a} and {b} drew the same {len(common)} tokens: the seed has no effect")
-        repeats = [(text[at], text[at + TABLES]) for text in texts.values() for at in text if at + TABLES in text]
-        if len(repeats) >= FEWEST and all(a == b for a, b in repeats):
-            raise Broken(f"a request draws the same token whenever it has the same logits, {len(repeats):,} times of "
-                         f"{len(repeats):,}: the position has no effect")
-        sums = [(a, b, token, texts[b][at - (b - a)]) for a, b in combinations(texts, 2) if (b - a) % TABLES == 0
-                for at, token in texts[a].items() if at - (b - a) in texts[b]]
-        if len(sums) >= FEWEST and all(one == other for *_, one, other in sums):
-            a, b = sums[0][:2]
-            raise Broken(f"seed {a} at any position, and seed {b} at a position that is smaller by {b - a}, drew the "
-                         f"same token, {len(sums):,} times of {len(sums):,}: only their sum has an effect")
+        if warm and not any(RANKS[one.position % TABLES][one.token] for one in warm):
+            raise Broken("nothing is drawn: at temperature 1, the token with the largest logit came every time, "
+                         f"{len(warm):,} times of {len(warm):,}")
+        self._check_chance()
         tried = [one for one in warm if one.moved is not None]
         changed = sum(1 for one in tried if one.moved != one.token)
         if tried and changed > CHANGED * len(tried):
@@ -210,6 +253,12 @@ class SampleTrial(Trial):
     def draw_with(self, draw: Draw) -> None:
         """Let `draw` draw all tokens."""
         self.drawing = Drawing(draw, self.student)
+
+    def run(self) -> SampleTrial:
+        super().run()
+        if self.student is not None:
+            self.drawing.draw_grid()
+        return self
 
     def _submit(self, asked: Asked, begin: int = 0) -> None:
         super()._submit(asked, begin)

@@ -11,7 +11,7 @@ from engine.core.node import Node as TreeNode
 from engine.core.policy import QueueOrder
 from engine.core.request import Request, RequestState
 from engine.trace.eviction import STUDENT
-from minitui.exercises.student import Broken, Student, shown
+from minitui.exercises.student import Broken, Student, shown, whole
 from minitui.exercises.trial import Trial
 from minitui.exercises.views import Node, Running, Waiting
 from minitui.text import count, duration
@@ -93,7 +93,8 @@ def evict(trial: Trial, student: Student) -> None:
         if chosen not in nodes:
             raise student.broken(f"`evict` returned {shown(chosen)}, which is none of the nodes")
         if chosen.users:
-            raise student.broken(f"block {chosen.blocks[-1]} was evicted while r{chosen.users[0]} used it")
+            more = f", and node {chosen.children[0]} continues its text" if chosen.children else ""
+            raise student.broken(f"block {chosen.blocks[-1]} was evicted while r{chosen.users[0]} used it{more}")
         if chosen.children:
             raise student.broken(
                 f"node {chosen.id} was evicted while node {chosen.children[0]} continues its text: without its "
@@ -121,12 +122,12 @@ def evict_end(trial: Trial, reference: Trial) -> None:
 def chunk(trial: Trial, student: Student) -> None:
     """Let the student choose the lengths of chunks."""
 
-    def chosen(request: Request, left: int, budget: int) -> int:
+    def length(request: Request, left: int, budget: int) -> int:
         replies = sum(1 for other in trial.engine.scheduler.running if other.decoding)
-        n = student(left, budget, replies)
-        who = f"`chunk` returned {shown(n)} for r{request.id}"
-        if type(n) is not int:
-            raise student.broken(f"{who}, which is no whole number")
+        chosen = student(left, budget, replies)
+        who, n = f"`chunk` returned {shown(chosen)} for r{request.id}", whole(chosen)
+        if n is None:
+            raise student.broken(f"{who}, which is no int: return a whole number of tokens")
         if n < 1:
             raise student.broken(f"{who}: without a token of its prompt it never comes to its reply")
         if n > left:
@@ -135,7 +136,7 @@ def chunk(trial: Trial, student: Student) -> None:
             raise student.broken(f"{who}, but only {count(budget, 'token')} of the step's budget were left")
         return n
 
-    trial.engine.scheduler.chunk = chosen
+    trial.engine.scheduler.chunk = length
 
 
 def chunk_end(trial: Trial, reference: Trial) -> None:

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from operator import index
 from os import O_APPEND, O_CREAT, O_RDWR, O_TRUNC, O_WRONLY
 from types import FrameType
 from typing import Any
@@ -52,6 +53,14 @@ def shown(value: object) -> str:
         return short(reprlib.repr(value))
     except Exception:
         return f"a {type(value).__name__}"
+
+
+def whole(value: Any) -> int | None:
+    """Returns a whole number as an int, also one of NumPy; None for anything else, and for True and False."""
+    try:
+        return None if isinstance(value, bool) else index(value)
+    except TypeError:
+        return None
 
 
 def stable_hash(value: object) -> int:

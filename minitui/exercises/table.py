@@ -65,6 +65,10 @@ def _whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def _distance(value: float) -> str:
+    return f"{value:.2f} %" if value > sampling.CHANCE else f"at most {sampling.CHANCE:g} % (chance)"
+
+
 EXERCISES = {
     one.name: one
     for one in (
@@ -88,7 +92,7 @@ EXERCISES = {
         ),
         Exercise(
             "sample", "from logits to a token: softmax, temperature, seeds", 5, work.samples,
-            "distance from softmax", lambda trial: trial.drawing.distance, lambda value: f"{value:.2f} %",
+            "distance from softmax", lambda trial: trial.drawing.distance, _distance,
             at_end=sampling.sample_end,
         ),
     )

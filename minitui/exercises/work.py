@@ -61,17 +61,20 @@ def admissions() -> Work:
 
 
 def evictions() -> Work:
-    """Chats that ask again and again about a text that grows, and texts that are asked once, in a small pool."""
+    """Chats that ask again and again about a text that grows, and texts that are asked once, in a small pool. Two long
+    replies share a beginning, which becomes the least recently used text while both use it."""
     chance = random.Random(2)
     systems = [_text(chance, 48), _text(chance, 80)]
-    asked = [(chance.uniform(0.0, 3.6), _text(chance, chance.randrange(60, 140)), 10) for _ in range(14)]
+    asked = [(chance.uniform(0.0, 3.6), _text(chance, chance.randrange(100, 240)), 10) for _ in range(60)]
+    shared = _text(chance, 48)
+    asked += [(0.5, shared + _text(chance, 20), 150) for _ in range(2)]
     for chat in range(12):
         at, text = 0.3 * chat + chance.random() * 0.1, list(systems[chat % 3 > 0])
         for _ in range(7):
             text += _text(chance, chance.randrange(12, 40))
             asked.append((at, list(text), chance.randrange(5, 20)))
             at += chance.uniform(0.08, 0.22)
-    return _work(asked, Setting(budget=512, seqs=4, blocks=60, block_size=16, context=1024))
+    return _work(asked, Setting(budget=512, seqs=4, blocks=80, block_size=16, context=1024))
 
 
 def chunks() -> Work:

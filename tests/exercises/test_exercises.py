@@ -67,8 +67,23 @@ def test_a_good_solution_keeps_all_rules(exercise):
     assert score >= 80 if exercise == "sample" else score >= 100, score
     if exercise in ("admit", "chunk"):
         assert score > 105, "there is something to gain"
+    if exercise == "sample":
+        assert one.text(one.of(trial)) == "at most 5 % (chance)"
     if exercise == "evict":
         assert trial.records and len(trial.records) == len(reference(exercise).records), "LRU is the reference"
+
+
+def test_an_order_that_tells_chats_from_texts_that_are_asked_once_beats_lru():
+    body = GOOD["evict"].replace("n.last_used)", "(n.parent != 0, n.last_used))")
+    one, trial = EXERCISES["evict"], attempt("evict", source("evict", body))
+    score = one.score(one.of(trial), one.of(reference("evict")))
+    assert trial.broken is None and score > 103 and f"scores {score}" in " ".join(one.start.split())
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    chunk, sample = "numpy.int64(min(left, budget))", "numpy.int32(draw(logits, temperature, seed, position))"
+    for exercise, value in (("chunk", chunk), ("sample", sample)):
+        assert attempt(exercise, source(exercise, f"import numpy; return {value}")).broken is None
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ position      how many tokens the prompt and the reply have so far
 Return        the number of the token: an index of `logits`.
 
 The rules: the same arguments give the same token, in every run and in any batch: so all chance comes from `seed` and
-`position`. Another seed, or another position, gives another draw.
+`position`. Another seed, or another position, gives an independent draw.
 The score: how far the shares of the drawn tokens are from softmax; less than 5 % is chance, and counts as 5 %. The
 reference draws exactly.
 """
