@@ -213,12 +213,14 @@ def open_recordings(
     sentences about the runs, for the application."""
     if text:
         from minitui.viewmodel.compare.comparison import Comparison, key_of
-        from minitui.viewmodel.compare.runs import recorded_view
+        from minitui.viewmodel.compare.runs import recorded_view, scored
 
         infos = [reader.info for reader in readers]
         view = recorded_view(readers[1], names[1])
         view.earlier = recorded_view(readers[0], names[0])
         cut = [f"{reader.path} is not complete: it was cut off." for reader in readers if not reader.complete]
+        if figures := scored(readers, names):
+            title = f"{title}. {figures}"
         report(Comparison.of(view, key_of(infos)), title, infos, cut, json)
         return 0
     from minitui.tui.compare_app import RecordingsApp, TwoRecordings

@@ -15,6 +15,7 @@ from minitui.exercises.table import Exercise
 from minitui.text import count
 from minitui.trace import check
 from minitui.trace.recorder import Recorder
+from minitui.viewmodel.compare.runs import SCORED
 
 LIMITS = Limits(seconds=40.0, memory=4 << 30, longest=64 << 20, cpu_seconds=30.0)  # of a run, with the reference's
 CPU_S, SECONDS = 5.0, 20.0  # of the student's code: after that, a sentence says so
@@ -122,7 +123,8 @@ class Attempts:
         for name in ("reference", "yours"):
             if found[name] is not None:
                 path = self._folder / f"{self._number}.{name}.trace"
-                self._record(path, name, found[name], (broken, step) if name == "yours" else ("", None))
+                whole = name == "reference" or not broken
+                self._record(path, name, found[name], ("", None) if whole else (broken, step))
                 runs.append(path)
         figure = float(found["yours"]["figure"]) if found["yours"] is not None and not broken else None
         return Attempt(
@@ -143,6 +145,8 @@ class Attempts:
         sentence, step = mark
         if sentence and type(step) is int:
             recorder.bookmark(sentence, step)
+        elif not sentence:
+            recorder.bookmark(f"{SCORED}{self.exercise.figure} {self.exercise.text(float(run['figure']))}")
         recorder.close()
 
 

@@ -40,8 +40,19 @@ class Trial(Player):
         except Broken as error:
             self.broken = error
             self.records += self.log.drain()
+            self._end_step(str(error).removeprefix(f"at step {self.step:,}, "))
             self.ended = self.device.now
         return self
+
+    def _end_step(self, why: str) -> None:
+        """Record the end of the step in which a rule was broken: else a recording ends with the step before."""
+        step, kinds = self.step, [record[2] for record in self.records if record[3] == self.step]
+        if step < 0 or "time" in kinds:
+            return
+        if "step" not in kinds:
+            self.log.append("step", step, [], [], [], 0, len(self.engine.scheduler.waiting))
+        self.log.append("fail", step, f"a rule was broken: {why}")
+        self.records += self.log.drain()
 
     def _emitted(self, emitted: list[Emitted]) -> None:
         super()._emitted(emitted)

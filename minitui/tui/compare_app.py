@@ -25,7 +25,7 @@ from minitui.tui.screens.compare import CompareScreen, NewRunsScreen
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.viewmodel.compare.comparison import Comparison, key_of, settings_that_differ
-from minitui.viewmodel.compare.runs import recorded_view
+from minitui.viewmodel.compare.runs import recorded_view, scored
 from minitui.viewmodel.view import View
 
 Save = Callable[[Path], list[Path]]  # saves the runs under names that begin with a path; returns the files
@@ -149,3 +149,5 @@ class RecordingsApp(CompareApp):
         view.notes = ((f"The engines differ in: {differ}.",) if differ else ()) + tuple(self._recordings.notes)
         self.view = self.feed.view = view
         self.tell(self._recordings.infos)
+        figures = scored(self._recordings.readers, (view.earlier.run_name, view.run_name))
+        self.story = f"{self.story} {figures}".strip()

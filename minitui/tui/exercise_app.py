@@ -21,7 +21,8 @@ from minitui.sources.replay import ReplaySource
 from minitui.trace.reader import TraceReader
 from minitui.tui.replay_app import ReplayApp
 from minitui.tui.screens.exercise import ExerciseCompareScreen, ExerciseScreen, Now
-from minitui.viewmodel.compare.runs import recorded_view
+from minitui.tui.widgets.rows import clean
+from minitui.viewmodel.compare.runs import Run, recorded_view
 from minitui.viewmodel.places import KINDS
 from minitui.viewmodel.view import View
 
@@ -84,7 +85,7 @@ class ExerciseApp(ReplayApp):
         self.exercise_source = source
         self.compared: View | None = None
         self._changed = self._stamp()
-        self._file_error = ""
+        self._file_error = self._stopped = ""
         self._runs = False
         exercise = source.attempts.exercise
         self.add_mode("exercise", lambda: ExerciseScreen(exercise, self._now))
@@ -138,9 +139,9 @@ class ExerciseApp(ReplayApp):
                 for path, name in zip(attempt.runs, ("reference", "yours"), strict=True)
             ]
             second.earlier = first
-            self.compared = second
+            self.compared, self._stopped = second, Run(second).stopped
         else:
-            self.compared = None
+            self.compared, self._stopped = None, ""
         last = replay.trace.last_step
         step = last if attempt.step is None else min(attempt.step, last)
         await self._move_playhead(step)
@@ -173,5 +174,8 @@ class ExerciseApp(ReplayApp):
         return Now(source.file.name, source.text, source.attempt, running, self._file_error)
 
     def _narrate(self) -> str:
-        """Returns nothing on the exercise screen: its result says what happened."""
+        """Returns nothing on the exercise screen: its result says what happened. The comparison begins with it."""
+        attempt = self.exercise_source.attempt
+        if self.current_mode == "compare" and attempt is not None:
+            return clean(self._stopped or attempt.words)
         return "" if self.current_mode in ("exercise", "compare") else super()._narrate()

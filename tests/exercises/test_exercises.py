@@ -170,6 +170,16 @@ def test_the_command_prints_the_result_and_saves_both_runs(tmp_path, monkeypatch
     assert compared["differences"]["gap_p99_ms"]["better"] is True and [run["name"] for run in compared["runs"]] == [
         "reference", "yours",
     ]
+    plain = here("compare", *data["recordings"], "--plain").stdout.splitlines()
+    assert "The score is of: reference: 99th percentile of the token gaps" in plain[0] and "; yours: 99th" in plain[0]
+    Path("exercise_chunk.py").write_text(EXERCISES["chunk"].start, encoding="utf-8")
+    data = json.loads(here("exercise", "chunk", "--json", "--save", "run").stdout)
+    plain = here("compare", *data["recordings"], "--plain").stdout
+    assert plain.startswith("yours stopped at step 12: a rule was broken: `chunk` returned 1477")
+    assert "better" not in plain and "worse" not in plain and "In return" not in plain
+    compared = json.loads(here("compare", *data["recordings"], "--json").stdout)
+    assert compared["sentence"].startswith("yours stopped at step 12")
+    assert {one["better"] for one in compared["differences"].values()} == {None}
     listed = here("exercise").stdout
     assert all(f"minitui exercise {name}" in listed and one.teaches in listed for name, one in EXERCISES.items())
     assert "there is no exercise 'evikt'" in here("exercise", "evikt").stderr

@@ -69,8 +69,9 @@ A lesson has pages of text beside a real engine. The figures of an experiment ar
   0 1 2          the lesson, the chats of its experiment, the inspector. In the text box of a chat, press ctrl+g before
                  a digit or L""",
     "exercise": """\
-Your file is at the left. Save it in any editor, and it runs at once: the real scheduler, allocator and prefix tree,
-with your function in the place of one decision. The device is simulated: a step takes 4 ms, and 0.05 ms for each token.
+Your file is at the left; on a narrow terminal, it is on top. Save it in any editor, and it runs at once: the real
+scheduler, allocator and prefix tree, with your function in the place of one decision. The device is simulated: a step
+takes 4 ms, and 0.05 ms for each token.
 
   e              open the file in your editor ($VISUAL or $EDITOR); one in the terminal takes the screen until it ends
   r              run the file again

@@ -25,6 +25,7 @@ class Difference:
     first: Value
     second: Value
     alike: bool = True  # the runs did the same work, so their totals can be compared
+    judged: bool = True  # False: a run stopped early, so nothing of it is better or worse
 
     @property
     def share(self) -> float | None:
@@ -48,7 +49,8 @@ class Difference:
     @property
     def better(self) -> bool | None:
         """True if the second run is clearly better, False if it is clearly worse, None if that cannot be said."""
-        if self.quantity.less is None or not self.weight or not (self.alike or self.quantity.each):
+        alike = self.judged and (self.alike or self.quantity.each)
+        if self.quantity.less is None or not self.weight or not alike:
             return None
         assert self.first is not None and self.second is not None
         return (self.second < self.first) == self.quantity.less
@@ -101,9 +103,14 @@ class Comparison:
         if len(self.runs) < 2:
             return []
         first, second = (run.figures for run in self.runs)
-        alike = not self.unlike
-        every = [Difference(one, one.of(first), one.of(second), alike) for one in QUANTITIES]
+        alike, judged = not self.unlike, not self.stopped
+        every = [Difference(one, one.of(first), one.of(second), alike, judged) for one in QUANTITIES]
         return [one for one in every if not one.quantity.optional or one.first or one.second]
+
+    @property
+    def stopped(self) -> str:
+        """Says which run stopped at a failed step, before its requests ended, and why; else empty."""
+        return " ".join(run.stopped for run in self.runs if run.stopped)
 
     @property
     def unlike(self) -> str:
@@ -140,6 +147,8 @@ class Comparison:
         """What differs most, in one or two sentences. Empty with one run."""
         if len(self.runs) < 2 or not all(run.figures.steps for run in self.runs):
             return ""
+        if self.stopped:
+            return self.stopped
         unlike = bool(self.unlike)
         by_name = {one.quantity.name: one for one in self.differences}
         told = [one for one in self.differences if one.weight and (one.quantity.each if unlike else one.quantity.told)]
@@ -229,7 +238,7 @@ def _setting(value: Any) -> str:
 def told(comparison: Comparison, title: str, settings: str, notes: Sequence[str]) -> list[str]:
     """Returns the comparison as lines of text. `settings`: what differs in the engines; `notes`: more sentences."""
     first, second = comparison.runs
-    lines = [title]
+    lines = [text for text in (comparison.stopped, title) if text]
     if settings:
         lines.append(f"The engines differ in: {settings}.")
     lines += ["", " " * TITLE + f"{first.name:>{VALUE}}{second.name:>{VALUE}}{'change':>{CHANGE}}"]
@@ -238,7 +247,8 @@ def told(comparison: Comparison, title: str, settings: str, notes: Sequence[str]
         word = {True: "  better", False: "  worse", None: ""}[one.better]
         values = f"{quantity.text(one.first):>{VALUE}}{quantity.text(one.second):>{VALUE}}"
         lines.append(f"{quantity.title:<{TITLE}}{values}{one.change:>{CHANGE}}{word}")
-    return [*lines, "", *(text for text in (comparison.sentence, comparison.unlike, *notes) if text)]
+    sentence = "" if comparison.stopped else comparison.sentence
+    return [*lines, "", *(text for text in (sentence, comparison.unlike, *notes) if text)]
 
 
 def as_data(comparison: Comparison, title: str, infos: Sequence[EngineInfo], notes: Sequence[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ the start. In the unit "steps", the clock counts steps, which is the same on eve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -135,6 +136,7 @@ QUANTITIES = tuple(
 )
 
 
+SCORED = "score: "  # begins the bookmark with the figure of an exercise
 DRAFTS, STALL = "drafts", "stall"  # parts of a decode phase: drafts were accepted; the longest gap between two tokens
 STALLED, FEW = 3.0, 4  # a gap is a stall from this multiple of the median, if there are at least FEW gaps
 
@@ -177,6 +179,7 @@ class Totals:
     name: str
     figures: RunFigures
     forgotten = False
+    stopped = ""
 
 
 class Run:
@@ -212,6 +215,15 @@ class Run:
         self._written = written.cumsum()
         self._figures: RunFigures | None = None
         self._spans: dict[tuple[str, int], list[Span]] = {}
+
+    @property
+    def stopped(self) -> str:
+        """A sentence if the run ended with a failed step, before its requests did; else empty."""
+        steps = self.view.history.steps
+        if not steps.committed < steps.last == steps.last_ended or all(one.finish_step != OPEN for one in self.lanes):
+            return ""
+        failed = (event.record.error for event in self.view.history.events.newest_first() if event.kind == "fail")
+        return f"{self.name or 'this run'} stopped at step {steps.last:,}: {next(failed, '')}."
 
     # ---- the clock
 
@@ -404,6 +416,13 @@ def _marked(spans: list[Span], mark: Span) -> list[Span]:
         )
         marked += [piece for piece in pieces if piece.end > piece.begin]
     return marked
+
+
+def scored(readers: Sequence[TraceReader], names: Sequence[str]) -> str:
+    """Returns the figures that two runs of an exercise are scored with; empty for other recordings."""
+    parts = [f"{name}: {text.removeprefix(SCORED)}" for reader, name in zip(readers, names, strict=True)
+             for _, text in reader.bookmarks if text.startswith(SCORED)]
+    return f"The score is of: {'; '.join(parts)}." if parts else ""
 
 
 def recorded_view(reader: TraceReader, name: str = "", last: int | None = None, on_all_cores: bool = False) -> View:
