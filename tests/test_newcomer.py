@@ -118,7 +118,7 @@ from minitui.trace.reader import TraceReader
 older = [named(r).place for r in TraceReader(bundled()["small-pool"]).records() if kind_of(r) == "admit"]
 assert older and not any(older), older
 
-from tests.engine.test_scheduler_simulation import Load
+from tests.engine.core.test_scheduler_simulation import Load
 load = Load(3, 0)
 records = []
 load.engine.log.watch = records.append
@@ -154,7 +154,7 @@ assert all(node.hits == 0 for node in state.nodes.values()) and state.tiers == {
 golden = TraceReader(GOLDEN)
 assert len(golden.keyframes) > 1 and list(golden.records())  # keyframes equal the state after the records before
 
-from tests.engine.test_scheduler_simulation import Load
+from tests.engine.core.test_scheduler_simulation import Load
 load = Load(3, 0)
 state = State.from_snapshot(load.engine.snapshot())
 load.engine.log.watch = state.apply
@@ -216,7 +216,7 @@ from engine.text.tokenizer import TokenizerConfig
 from minitui import settings
 from minitui.cli import options
 from minitui.sampling import Sampling
-from tests.engine.test_sampling import kept
+from tests.engine.worker.test_sampling import kept
 
 likely = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
 assert kept(likely, top_a=0.9) == {0, 1, 2}  # 0.9 * 0.4 ** 2 = 0.144

@@ -14,7 +14,7 @@ from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from engine.text.output import Delta, OutputProcessor
 from engine.trace.records import RecordLog
-from tests.engine.test_scheduler_simulation import make_engine
+from tests.engine.core.test_scheduler_simulation import make_engine
 
 EOS = 999
 

@@ -11,8 +11,8 @@ import pytest
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.history.spans import PERHAPS, Span, Timeline
-from tests.engine import test_step_clock
-from tests.engine.test_step_clock import DEVICE, PLAN
+from tests.engine.core import test_step_clock
+from tests.engine.core.test_step_clock import DEVICE, PLAN
 from tests.viewmodel.test_spans import folded, folded_view, host, played
 
 SLACK = 0.13  # ms: half of PRECISE, and the microseconds of the records

@@ -14,7 +14,7 @@ from engine.trace.views import FREE
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.state.eviction import EvictionOrder, free_words, is_under_pressure, next_blocks, pressure_words
-from tests.engine.test_scheduler_simulation import Load
+from tests.engine.core.test_scheduler_simulation import Load
 
 
 def recorded(seed: int, failures: bool) -> tuple[State, list[Record]]:

@@ -18,7 +18,7 @@ from minitui.viewmodel.history.steps import Steps
 from minitui.viewmodel.history.tokens import TokenTimes
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.view import View
-from tests.engine.test_scheduler_simulation import Load
+from tests.engine.core.test_scheduler_simulation import Load
 from tests.support.percentiles import percentiles
 
 SEEDS = range(5)

@@ -18,7 +18,7 @@ from minitui.trace.reader import TraceReader
 from minitui.viewmodel.compare.comparison import Comparison, key_of, settings_that_differ
 from minitui.viewmodel.compare.runs import DRAFTS, STALL, Run, recorded_view
 from minitui.viewmodel.view import View
-from tests.engine.test_step_clock import Timed
+from tests.engine.core.test_step_clock import Timed
 from tests.support.golden import GOLDEN
 
 LENGTHS = (3, 9, 4, 2, 8)

@@ -24,8 +24,8 @@ from minitui.viewmodel.history.lanes import Lanes
 from minitui.viewmodel.history.spans import NOT_REPORTED, Span, Timeline
 from minitui.viewmodel.history.steps import GATE_SHOWN, IDLE_SHOWN, Steps
 from minitui.viewmodel.view import View
-from tests.engine import test_step_clock
-from tests.engine.test_step_clock import COMMIT, EMIT, PLAN, Timed
+from tests.engine.core import test_step_clock
+from tests.engine.core.test_step_clock import COMMIT, EMIT, PLAN, Timed
 from tests.support.golden import GOLDEN
 
 Truth = list[tuple[str, float, float]]  # kind, begin and end in ms of the clock

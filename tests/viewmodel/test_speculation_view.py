@@ -27,7 +27,7 @@ from minitui.viewmodel.view import View
 from minitui.viewmodel.words.narrate import narrate
 from minitui.viewmodel.words.story import tell
 from minitui.viewmodel.words.teller import Teller
-from tests.engine.test_speculation import REPEATING, drafting_seed, make_engine
+from tests.engine.core.test_speculation import REPEATING, drafting_seed, make_engine
 from tests.support.golden import INFO
 from tests.support.lanes import codes
 

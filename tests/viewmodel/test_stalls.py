@@ -22,7 +22,7 @@ from minitui.viewmodel.explain.stalls import Reason, Stall, explain_gap, gap_wor
 from minitui.viewmodel.history.lane import PREEMPTED, Gap, Lane
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.view import View
-from tests.engine.test_scheduler_simulation import make_engine
+from tests.engine.core.test_scheduler_simulation import make_engine
 from tests.support.golden import GOLDEN
 from tests.support.loads import LONG, TIGHT, empty_view
 from tests.viewmodel.test_requests import played

@@ -25,7 +25,7 @@ from engine.kernels import four_bits  # noqa: E402
 from tests.engine.gpu.test_eight_bits import LENGTHS, SHAPE_8, STORED, distance  # noqa: E402
 from tests.engine.gpu.test_engine import OPTIONS, ids_of  # noqa: E402
 from tests.engine.gpu.test_kernels import BOUND, DEVICE, error, normal  # noqa: E402
-from tests.engine.test_packed import FOUR_BITS  # noqa: E402
+from tests.engine.model.test_packed import FOUR_BITS  # noqa: E402
 from tests.support.models import Driver, make_runner, reference, save  # noqa: E402
 from tests.support.packing import FORMATS, quantise  # noqa: E402
 from tests.support.parity import below_best  # noqa: E402

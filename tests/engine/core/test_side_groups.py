@@ -18,8 +18,8 @@ from engine.trace.state import State
 from minitui.text import match_reason
 from minitui.trace import check
 from minitui.trace.check import Follower
-from tests.engine import test_scheduler_simulation as simulation
-from tests.engine.test_scheduler_simulation import Load
+from tests.engine.core import test_scheduler_simulation as simulation
+from tests.engine.core.test_scheduler_simulation import Load
 
 PARAMS = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
 

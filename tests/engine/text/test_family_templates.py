@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_messages import for_template
-from tests.engine.test_tokenizer import TEXTS, byte_level, sentencepiece_like, write
+from tests.engine.text.test_tokenizer import TEXTS, byte_level, sentencepiece_like, write
 from tests.support.templates import CHATS, FORMATS
 
 

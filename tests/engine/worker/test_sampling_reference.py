@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.core.request import Request
 from engine.kernels.noise import host_gumbel, request_keys
 from engine.worker.sampler import MIN_TEMPERATURE
-from tests.engine.test_sampling import Batch
+from tests.engine.worker.test_sampling import Batch
 
 VOCAB = 13
 TIES = 1e-4  # scores nearer than this may be ordered either way: the sampler has float32

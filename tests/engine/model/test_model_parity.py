@@ -1,6 +1,6 @@
 """The decoder against transformers in float32, its rotary scalings and its norms.
 
-Every family, on every schedule and in float64: tests/engine/test_families.py.
+Every family, on every schedule and in float64: tests/engine/model/test_families.py.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from engine.attention.flash_backend import FlashAttention, installed_for
 from engine.attention.grouped import TwoBackends
 from engine.attention.torch_backend import TorchAttention
 from engine.errors import EngineError
-from tests.engine.test_attention import CPU, Case, config, expected, make_case
+from tests.engine.kernels.test_attention import CPU, Case, config, expected, make_case
 
 HALF, CUDA = torch.bfloat16, torch.device("cuda")
 MIXED = [(1, 40), (1, 16), (5, 5), (7, 30), (16, 32)]

@@ -27,8 +27,8 @@ from engine.parallel.shards import check
 from engine.params import SamplingParams
 from engine.worker.cpu.executor import CPUSteps
 from engine.worker.limits import resolve
-from tests.engine.test_engine_model import make_engine
-from tests.engine.test_parallel import play
+from tests.engine.model.test_engine_model import make_engine
+from tests.engine.worker.test_parallel import play
 from tests.support import paths
 from tests.support.families import FAMILIES, checkpoint
 from tests.support.models import VOCAB, Driver, make_request, make_runner, plain_runner, prompt

@@ -20,7 +20,7 @@ from engine.params import SamplingParams
 from engine.text import structured
 from engine.text.structured import Grammars
 from engine.text.tokenizer import Tokenizer
-from tests.engine.test_tokenizer import byte_level, write
+from tests.engine.text.test_tokenizer import byte_level, write
 from tests.support.models import Driver, make_request, make_runner, reference, save
 
 pytest.importorskip("llguidance")

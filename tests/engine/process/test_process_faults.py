@@ -25,7 +25,7 @@ from engine.process import early_process
 from engine.process.client import EngineClient
 from engine.process.commands import Command, Outbox
 from engine.process.heartbeat import SILENCE_S, TICK_S, WORKING_S, Watch, look_at
-from tests.engine.test_process import PROMPT, config, long, read, until
+from tests.engine.process.test_process import PROMPT, config, long, read, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

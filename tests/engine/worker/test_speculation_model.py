@@ -17,7 +17,7 @@ from engine.errors import EngineError
 from engine.params import SamplingParams
 from engine.text.output import OutputProcessor
 from minitui.cli.options import engine_config
-from tests.engine.test_engine_model import SCHEDULES, make_engine, run
+from tests.engine.model.test_engine_model import SCHEDULES, make_engine, run
 from tests.engine.test_output import Letters
 from tests.support.models import VOCAB, Driver, eager, make_request, make_runner, reference, save
 

@@ -18,7 +18,7 @@ from engine.params import SamplingParams
 from engine.process import server
 from engine.process.loop import EngineLoop
 from engine.trace.records import Record
-from tests.engine.test_scheduler_simulation import make_engine
+from tests.engine.core.test_scheduler_simulation import make_engine
 
 
 def steps_taken(engine: Engine, tries: int = 200) -> int:

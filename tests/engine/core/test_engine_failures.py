@@ -11,7 +11,7 @@ from engine.build import as_engine_error
 from engine.core.engine import Engine
 from engine.errors import CheckpointError, DeviceLost
 from engine.params import SamplingParams
-from tests.engine.test_scheduler_simulation import make_engine, run
+from tests.engine.core.test_scheduler_simulation import make_engine, run
 from tests.support.simulation import alone
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"

@@ -167,7 +167,7 @@ def test_a_file_is_unpacked_once_and_a_changed_one_again(tmp_path: Path, cache: 
 
 
 def test_a_damaged_directory_is_unpacked_again(tmp_path: Path) -> None:
-    """tests/engine/test_disk_cache.py has all kinds of damages."""
+    """tests/engine/process/test_disk_cache.py has all kinds of damages."""
     path = written(tmp_path / "tutor.gguf")
     directory = resolve_model(str(path))
     before = {file.name: file.read_bytes() for file in directory.iterdir() if file.name != "entry.json"}

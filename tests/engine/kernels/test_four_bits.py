@@ -21,7 +21,7 @@ from engine.model.hf.config import read_model_config
 from engine.model.weights import load_weights
 from engine.parallel.shards import shard_config, shard_slots
 from engine.worker.weights.quantised import matrices
-from tests.engine.test_packed import FOUR_BITS
+from tests.engine.model.test_packed import FOUR_BITS
 from tests.support.models import load_decoder, reference, save
 from tests.support.packing import FORMATS, quantise
 

@@ -13,8 +13,8 @@ from engine.core.ngrams import CANDIDATES, ENOUGH, LONGEST_PAUSE, NGRAM, Lookup
 from engine.core.scheduler import SchedulerConfig
 from engine.params import SamplingParams
 from engine.trace.kind import as_dict
-from tests.engine import test_scheduler_simulation as simulation
-from tests.engine.test_scheduler_simulation import Load, run
+from tests.engine.core import test_scheduler_simulation as simulation
+from tests.engine.core.test_scheduler_simulation import Load, run
 from tests.support.simulation import AnyToken, SimulatedRunner, alone
 
 

@@ -1,0 +1,1 @@
+"""Scheduler, allocator, radix tree, commit, and their decisions."""

@@ -1,0 +1,1 @@
+"""Attention and the kernels, on a CPU, in an interpreter, or only compiled."""

@@ -1,0 +1,1 @@
+"""Families, checkpoints and weights."""

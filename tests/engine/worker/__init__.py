@@ -1,0 +1,1 @@
+"""Runner, sampler, paths of a step, tensor parallelism."""
