@@ -58,7 +58,7 @@ class Attempt:
     def words(self) -> str:
         """The result in a sentence or two."""
         if self.broken:
-            return f"Not yet: {self.broken}."
+            return f"Not yet: {self.broken.rstrip('.')}."
         one = self.exercise
         assert self.figure is not None and self.reference is not None
         return (
@@ -94,10 +94,14 @@ class Attempts:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """End the process; an attempt that runs ends with a sentence."""
-        self._closed = True
+    def stop(self) -> None:
+        """End the attempt that runs; its result is a sentence."""
         self._process.stop()
+
+    def close(self) -> None:
+        """End the process, with the attempt that runs."""
+        self._closed = True
+        self.stop()
 
     def run(self, path: Path) -> Attempt:
         """Run the file of a student. Raises EngineError if the file cannot be read."""

@@ -16,11 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.text.limited_child import TEXT, Answer, serve
-from minitui.exercises.student import Broken, Student, forbid, limited
+from minitui.exercises.student import ROOM, Broken, Student, forbid, limited
 from minitui.exercises.table import Exercise, find_exercise
 from minitui.exercises.trial import Trial
-
-ROOM = 256 << 20  # bytes that the code may take, beside what this process has taken
 
 
 def prepare(setup: bytes) -> Callable[[bytes, int], Answer]:

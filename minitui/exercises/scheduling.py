@@ -21,6 +21,13 @@ LONGER = 1.5  # the time of the run, and the first tokens (p99), may be as many 
 MORE_COMPUTED = 1.1  # prompt tokens computed, as a multiple of the reference's: more are a fault
 
 
+def _not_one(value: object, kind: str, none: str) -> str:
+    """Returns words for a value that is not one of the nodes or requests."""
+    if isinstance(value, (list, tuple)) and not hasattr(value, "id"):
+        return f"a {type(value).__name__}: return one {kind}"
+    return f"{shown(value)}, which is {none}" + (f": return the {kind}, not its id" if whole(value) is not None else "")
+
+
 class StudentOrder(QueueOrder):
     """Exercise `admit`: the queue in a student's order."""
 
@@ -35,7 +42,7 @@ class StudentOrder(QueueOrder):
             self._came.setdefault(request.id, self._trial.step)
         queue = [request for request in head if request.state is not RequestState.PREEMPTED]
         views = [self._view(request) for request in queue]
-        order = self._checked(views, self._student(list(views)))
+        order = self._checked(views, self._student(list(views))) if views else []
         by_id = {request.id: request for request in queue}
         preempted = [request for request in head if request.state is RequestState.PREEMPTED]
         return [*preempted, *(by_id[view.id] for view in order)]
@@ -53,7 +60,10 @@ class StudentOrder(QueueOrder):
         seen: set[int] = set()
         for one in order:
             if one not in views:
-                raise student.broken(f"`admit` returned a list with {shown(one)}, which is no request of the queue")
+                raise student.broken(
+                    f"`admit` returned a list with {shown(one)}, which is no request of the queue"
+                    + (": return the requests, not their ids" if whole(one) is not None else "")
+                )
             if one.id in seen:
                 raise student.broken(f"r{one.id} is twice in the list that `admit` returned")
             seen.add(one.id)
@@ -91,7 +101,7 @@ def evict(trial: Trial, student: Student) -> None:
         ]
         chosen = student(list(nodes))
         if chosen not in nodes:
-            raise student.broken(f"`evict` returned {shown(chosen)}, which is none of the nodes")
+            raise student.broken(f"`evict` returned {_not_one(chosen, 'node', 'none of the nodes')}")
         if chosen.users:
             more = f", and node {chosen.children[0]} continues its text" if chosen.children else ""
             raise student.broken(f"block {chosen.blocks[-1]} was evicted while r{chosen.users[0]} used it{more}")
@@ -112,10 +122,10 @@ def evict_end(trial: Trial, reference: Trial) -> None:
     if ours <= MORE_COMPUTED * theirs:
         return
     missed = next((r for r in trial.requests if r.match[0] == "evicted"), None)
-    where = f": the first of them in step {missed.match[1]:,}, and r{missed.id} asked for it again" if missed else ""
+    where = f": the first in step {missed.match[1]:,}, and r{missed.id} asked for it again" if missed else ""
     raise Broken(
-        f"texts were evicted that were needed soon{where}; {ours:,} prompt tokens were computed, with the reference "
-        f"{theirs:,}; more than {MORE_COMPUTED:g} times as many are too many", missed.match[1] if missed else None,
+        f"{ours:,} prompt tokens were computed, {theirs:,} with the reference: at most {MORE_COMPUTED:g} times as many "
+        f"are allowed. Texts were evicted that were needed soon{where}", missed.match[1] if missed else None,
     )
 
 
@@ -164,13 +174,13 @@ def preempt(trial: Trial, student: Student) -> None:
             )
         if chosen not in views:
             gone = isinstance(chosen, Running) and f"r{chosen.id} as it was before, not as it runs now"
-            wrong = gone or f"{shown(chosen)}, which is none of the running requests"
+            wrong = gone or _not_one(chosen, "request", "none of the running requests")
             raise student.broken(f"`preempt` returned {wrong}")
         first = min(view.id for view in views)
         if chosen.id == first and len(views) > 1:
             raise student.broken(
-                f"r{first} was preempted, but it came before all others that run: if not even the first can reach its "
-                "end, perhaps no request does"
+                f"r{first} was preempted, but it came before all others that run (the lowest id): if not even the "
+                "first can reach its end, perhaps no request does"
             )
         return next(r for r in running if r.id == chosen.id)
 

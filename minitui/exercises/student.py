@@ -21,6 +21,7 @@ PRINTED = 4_000  # characters of what the code prints: the last ones are kept
 NOT_ALLOWED = ("os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system", "os.kill", "os.killpg", "os.remove",
                "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "subprocess.Popen", "socket.connect", "socket.bind",
                "ctypes.dlopen", "shutil.rmtree")
+ROOM = 256 << 20  # bytes that the code may take, beside what its process has taken before
 GRACE_S = 0.5  # after a time limit, the code has this long to end before the kernel ends the process
 
 
@@ -124,7 +125,7 @@ class Student:
             words = f"{what} used {error}{_line()}: code of an exercise starts no process, opens no connection, and "
             raise self.broken(words + "changes no file") from None
         except MemoryError:
-            raise self.broken(f"{what} used more memory than an exercise may use") from None
+            raise self.broken(f"{what} used more memory than an exercise may use ({ROOM >> 20} MiB)") from None
         except SystemExit:
             raise self.broken(f"{what} called exit{_line()}") from None
         except BaseException as error:

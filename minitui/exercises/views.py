@@ -34,3 +34,12 @@ class Node(NamedTuple):
     users: tuple[int, ...]  # the ids of the requests that use it now
     last_used: int  # a clock that counts up: a larger number was used later
     blocks: tuple[int, ...]  # its blocks in the pool
+
+
+def read_only(view: object, name: str, value: object) -> None:
+    """Raises AttributeError."""
+    raise AttributeError(f"`{name}` of a {type(view).__name__} cannot be changed: it is a copy of what the engine has")
+
+
+for view in (Waiting, Running, Node):
+    view.__setattr__ = read_only  # type: ignore[method-assign]

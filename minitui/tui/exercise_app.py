@@ -39,6 +39,7 @@ class ExerciseSource(ReplaySource):
         super().__init__(path)
         self.attempts, self.file = attempts, path
         self.text = ""
+        self.running = self.saved = False  # the code runs; the file was saved since this run read it
         self.attempt: Attempt | None = None
 
     async def start(self, on_progress: Progress) -> None:
@@ -50,8 +51,15 @@ class ExerciseSource(ReplaySource):
     async def run_file(self) -> bool:
         """Run the file; returns True if there is a new recording: the caller must then take a new snapshot. Raises
         EngineError."""
-        self.text = await asyncio.to_thread(read, self.file)
-        self.attempt = attempt = await asyncio.to_thread(self.attempts.run, self.file)
+        self.running = self.saved = True
+        try:
+            while self.saved:
+                self.saved = False
+                self.text = await asyncio.to_thread(read, self.file)
+                attempt = await asyncio.to_thread(self.attempts.run, self.file)
+        finally:
+            self.running = False
+        self.attempt = attempt
         if not attempt.runs:
             if self.reader is None:
                 raise EngineError(f"{self.file}: {attempt.words}")
@@ -104,9 +112,14 @@ class ExerciseApp(ReplayApp):
         return facts.st_mtime_ns, facts.st_size
 
     def _watch(self) -> None:
-        """Run the file if it was saved since it was looked at."""
+        """Run the file if it was saved since it was looked at; a run of the earlier text stops."""
         stamp = self._stamp()
-        if stamp not in (None, self._changed) and self.progress is None and not self._runs:
+        if stamp in (None, self._changed):
+            return
+        if self.exercise_source.running:
+            self._changed, self.exercise_source.saved = stamp, True
+            self.exercise_source.attempts.stop()
+        elif self.progress is None and not self._runs:  # else a result is being shown: the next look comes soon
             self._changed = stamp
             self.action_run_file()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from pathlib import Path
 
 from minitui.chat.sessions import Chats
@@ -10,15 +12,16 @@ from minitui.exercises.table import EXERCISES
 from minitui.settings import Settings
 from minitui.tui.exercise_app import ExerciseApp, ExerciseSource
 from minitui.tui.screens.exercise import ExerciseCompareScreen, ExerciseScreen
+from minitui.tui.widgets.bars import StatusBar
 from minitui.tui.widgets.inspect.tree import RadixTree
 from tests.exercises.planted import GOOD, PLANTED, source
 from tests.support.driving import press, until
 
 
-def exercise_app(tmp_path: Path, text: str) -> ExerciseApp:
+def exercise_app(tmp_path: Path, text: str, cpu: float = 2.0) -> ExerciseApp:
     path = tmp_path / "exercise_evict.py"
     path.write_text(text, encoding="utf-8")
-    exercise = ExerciseSource(Attempts(EXERCISES["evict"], tmp_path, cpu=2.0), path)
+    exercise = ExerciseSource(Attempts(EXERCISES["evict"], tmp_path, cpu=cpu), path)
     return ExerciseApp(exercise, Chats(exercise), Settings(), system="")
 
 
@@ -58,13 +61,35 @@ async def test_a_file_that_is_saved_runs_and_the_panels_go_to_the_step_of_its_fa
         assert "run of the reference" in " ".join(screen.result.text.split())
 
 
-async def test_a_small_terminal_shows_the_function_and_not_only_its_explanation(tmp_path) -> None:
+async def test_the_file_opens_at_its_beginning_and_says_how_much_more_there_is(tmp_path) -> None:
     app = exercise_app(tmp_path, EXERCISES["evict"].start)
     async with app.run_test(size=(80, 24)) as pilot:
         screen = app.screen
         assert isinstance(screen, ExerciseScreen)
-        await until(pilot, lambda: screen.is_mounted and "def evict(nodes: list[Node])" in screen.file.text)
-        assert "return nodes[-1]" in screen.file.text
+        await until(pilot, lambda: screen.is_mounted and "    1  \"\"\"Exercise `evict`" in screen.file.text)
+        below = re.search(r"(\d+) more lines below", screen.file.text)
+        assert below is not None and "above" not in screen.file.text
+        assert "q quit" in screen.query_one(StatusBar).text, "80 columns have room for it"
+        await press(pilot, "down")
+        assert f"1 more line above, {int(below[1]) - 1} more lines below" in screen.file.text
+        await press(pilot, *["pagedown"] * 3)
+        assert "return nodes[-1]" in screen.file.text and "below" not in screen.file.text
+
+
+async def test_a_save_during_a_run_stops_it_and_shows_the_new_file_at_once(tmp_path) -> None:
+    app = exercise_app(tmp_path, source("evict", GOOD["evict"]), cpu=20.0)
+    async with app.run_test(size=(150, 44)) as pilot:
+        screen = app.screen
+        assert isinstance(screen, ExerciseScreen)
+        await until(pilot, lambda: screen.is_mounted and "Score 100" in screen.result.text)
+        app.exercise_source.file.write_text(source("evict", "while True: pass  # for ever"), encoding="utf-8")
+        await until(pilot, lambda: "# for ever" in screen.file.text)
+        await until(pilot, lambda: "Running … The result before:" in screen.result.text)
+        await until(pilot, lambda: "All rules are kept" in screen.result.text)
+        began = time.monotonic()
+        app.exercise_source.file.write_text(source("evict", PLANTED["evict"]["nothing"][0]), encoding="utf-8")
+        await until(pilot, lambda: "returned None" in " ".join(screen.result.text.split()))
+        assert time.monotonic() - began < 15 and "stopped" not in screen.result.text, "the first run has 20 s"
 
 
 async def test_without_an_editor_the_application_says_what_to_do(tmp_path, monkeypatch) -> None:

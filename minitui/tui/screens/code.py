@@ -9,6 +9,7 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from minitui.teaching.lessons.page import Code
+from minitui.text import count
 from minitui.tui.screens.dialogs import PanelDialog
 from minitui.tui.widgets.base import Picture, ScrollPanel
 from minitui.tui.widgets.rows import Row, Runs
@@ -35,11 +36,10 @@ class CodePanel(ScrollPanel):
     end = ""  # the legend at the end
     begin = 0  # the index of the line that the next picture has at its top; 0: where it is
 
-    def show(self, heading: str, lines: Sequence[str], first: int = 1, marked: int = 0, begin: int = 0) -> None:
-        """Show these lines, with the marked one in sight, or from the line with index `begin` on."""
-        self.heading, self.lines, self.first, self.marked, self.begin = heading, lines, first, marked, begin
-        if marked:
-            self.top = max(0, marked - 8)
+    def show(self, heading: str, lines: Sequence[str], first: int = 1, marked: int = 0) -> None:
+        """Show these lines, with the marked one in sight."""
+        self.heading, self.lines, self.first, self.marked = heading, lines, first, marked
+        self.begin = max(0, marked - 8)
         self.repaint()
 
     def picture(self, view: View, width: int, height: int) -> Picture:
@@ -47,7 +47,8 @@ class CodePanel(ScrollPanel):
         if self.begin:
             self.top, self.begin = len(code_rows(lines[: self.begin], self.first, width)), 0
         shown, below = self.window(code_rows(lines, self.first, width, self.marked), height)
-        end = f"{below} more lines" if below else self.end
+        more = [f"{count(n, 'more line')} {where}" for n, where in ((self.top, "above"), (below, "below")) if n]
+        end = ", ".join(more) or self.end
         return Picture(shown, self.heading, legend=[(end, "dim")] * bool(end))
 
 

@@ -24,12 +24,12 @@ from minitui.tui.widgets.replay_bar import ReplayBar
 from minitui.tui.widgets.rows import Row, clean, wrapped
 from minitui.viewmodel.view import View
 
-WIDE = 110  # columns: the panels are beside the file, else below the result
+WIDE = 116  # columns: the panels are beside the file, whose comments then have whole lines, else below the result
 PRINTED = 4  # lines of what the code printed
 
 
 class Now(NamedTuple):
-    """The name and the text of the file at its last run, and what came of it. `error`: why it could not be run."""
+    """The name and the text of the file, and the result of its last run. `error`: why it could not be run."""
 
     name: str
     text: str
@@ -58,7 +58,7 @@ class ResultPanel(LinePanel):
             printed = attempt.printed.rstrip().splitlines()[-PRINTED:]
             rows += [Row("| ", "dim").add(clean(line), "ink").done(width) for line in printed]
         if self.running:
-            rows = wrapped("The file runs. Before, the result was:" if rows else "The file runs.", "hit", width) + rows
+            rows = wrapped("Running … The result before:" if rows else "Running …", "hit", width) + rows
         return Picture(rows, f"{self.TITLE} · {self.exercise.name}")
 
     @staticmethod
@@ -83,11 +83,12 @@ class ExerciseScreen(PlayheadScreen):
     ExerciseScreen {
         layout: vertical; background: $ground;
         & #body { height: 1fr; }
-        & #file { width: 1fr; height: 1fr; }
+        & #file { width: 1fr; min-width: 75; height: 1fr; }
         & #side { width: 1fr; height: 1fr; }
-        & #result { height: 9; }
+        & #result { height: 40%; min-height: 9; max-height: 12; }
         & #lanes, & #map, & #tree { height: 1fr; }
         &.-narrow #body { layout: vertical; }
+        &.-narrow #file { min-width: 0; }
         &.-narrow #side { height: 9; }
         &.-narrow #lanes, &.-narrow #map, &.-narrow #tree { display: none; }
     }
@@ -99,23 +100,21 @@ class ExerciseScreen(PlayheadScreen):
         """`now`: returns what the application knows."""
         super().__init__()
         self.exercise, self._now = exercise, now
+        self._file_shown = ("", 0)
 
     def paint(self, view: View) -> None:
         now, result = self._now(), self.result
         result.running, result.error = now.running, now.error
-        if now.attempt is not None and now.attempt is not result.attempt:
-            result.attempt = now.attempt
-            lines = now.text.splitlines() or [""]
-            begin = 0
-            if not self.file.heading:  # a low panel begins with the function, not with what the exercise says
-                begin = next((at for at, line in enumerate(lines) if line.startswith("def ")), 0)
-            self.file.show(now.name, lines, 1, now.attempt.line or 0, begin)
+        marked = now.attempt.line or 0 if now.attempt is not None and not now.running else 0
+        if (now.text, marked) != self._file_shown or now.attempt is not result.attempt:
+            self._file_shown, result.attempt = (now.text, marked), now.attempt
+            self.file.show(now.name, now.text.splitlines() or [""], 1, marked)
         super().paint(view)
 
     def compose(self) -> ComposeResult:
         yield TopBar()
         with Horizontal(id="body"):
-            yield CodePanel(id="file")  # the student's file, as it was at the last run
+            yield CodePanel(id="file")
             with Vertical(id="side"):
                 yield ResultPanel(self.exercise, id="result")
                 yield BlockMap(id="map")
@@ -127,8 +126,10 @@ class ExerciseScreen(PlayheadScreen):
         self.file.focus()
 
     def hints(self) -> list[Hint]:
-        keep = [hint for hint in super().hints() if hint[1] in ("inspect", "lecture", "help", "commands")]
-        return [("e", "edit"), ("r", "run again"), (", .", "step"), ("4", "compare"), *keep, ("q", "quit")]
+        others = {hint[1]: hint for hint in super().hints()}
+        keep = [others[name] for name in ("inspect", "lecture", "commands") if name in others]
+        keys = [("e", "edit"), ("r", "run again"), (", .", "step"), ("4", "compare"), others["help"], ("q", "quit")]
+        return [*keys, *keep]  # 80 columns have room for those of `keys`
 
 
 class ExerciseCompareScreen(CompareScreen):
