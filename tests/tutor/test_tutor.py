@@ -6,12 +6,14 @@ import json
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import typer
 from safetensors.torch import load_file, save_file
@@ -31,6 +33,7 @@ from minitui.dev.tutor.dataset import (
     word_set,
 )
 from minitui.dev.tutor.judge import judge
+from minitui.dev.tutor.rows import Conversations
 from minitui.dev.tutor.wordings import Damage, Wordings
 from minitui.exercises.table import EXERCISES
 from minitui.teaching.contrasts import CONTRASTS
@@ -185,6 +188,19 @@ def test_the_model_loads_in_transformers_and_agrees(llm: LLM):
         output = model.generate(**ids, max_new_tokens=24, do_sample=False)
     expected = tokenizer.decode(output[0][ids["input_ids"].shape[1] :])
     assert ask(llm, [chat])[0][0].startswith(expected)
+
+
+def test_new_wordings_are_asked_more_often_than_those_of_an_older_corpus():
+    items = load_items()
+    older = dict(items) | {"samp_logits": replace(items["samp_logits"], answer="Scores.")}
+    older["block_table"] = replace(items["block_table"], wordings=items["block_table"].wordings[:-1])
+    del older["lru_what"]
+    tokenizer = tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    drawn = Conversations(items, load_words(), HeldOut([]), Damage(), tokenizer, older)
+    rng = random.Random(1)
+    asked = Counter(drawn._turn(None, rng)[1] for _ in range(600))
+    # 40 % of the questions that are neither a follow-up nor unknown: 170. Of the block table's, only one is new.
+    assert 140 < asked["lru_what"] + asked["samp_logits"] < 240 and asked["block_table"] < 15, asked
 
 
 def test_a_training_ends_in_time_and_saves_the_mean_with_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

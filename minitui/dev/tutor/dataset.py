@@ -66,12 +66,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines if line.strip()]
 
 
-def load_items() -> dict[str, Item]:
+def load_items(folder: Path = CORPUS) -> dict[str, Item]:
     """Returns all items by id, in corpus order. Raises ValueError for an id that is used twice, or a follow-up that is
     not in the corpus."""
     items: dict[str, Item] = {}
     for name in ITEM_FILES:
-        for row in read_jsonl(CORPUS / name):
+        for row in read_jsonl(folder / name):
             if row["id"] in items:
                 raise ValueError(f"corpus id {row['id']!r} is used twice; the second time in {name}: rename one")
             items[row["id"]] = Item(

@@ -23,6 +23,7 @@ OPENING_TOKENS = 16  # tokens kept of an answer that is cut
 # The loss of an answer's first tokens weighs more, because they decide which answer it is. That of "I did not catch
 # that" weighs most: in doubt, this is better than an answer to another question. The longest answer has 162 tokens.
 LOSS_WEIGHTS, CAUTIOUS_WEIGHTS = ([weight] * 7 + [1] * 512 for weight in (20, 50))
+NEWER_SHARE = 0.4  # share of the questions that are new wordings, if an older corpus is given
 MOST_TURNS = 8
 BPE_DROPOUT = 0.1
 NOT_CAUGHT_SHARE = 0.12  # share of questions without an answer in the corpus; NOT_CAUGHT answers them
@@ -58,9 +59,18 @@ class Conversations:
     """Draws whole conversations, follow-ups included, and renders them as token ids with a loss mask."""
 
     def __init__(
-        self, items: dict[str, Item], words: dict[str, Any], held_out: HeldOut, damage: Damage, tokenizer: Tokenizer
+        self, items: dict[str, Item], words: dict[str, Any], held_out: HeldOut, damage: Damage, tokenizer: Tokenizer,
+        older: dict[str, Item] | None = None,
     ) -> None:
         self._items = items
+        # Wordings that `older` lacks, and all wordings of an answer that is not the same there.
+        self._newer = [
+            (item, text)
+            for item in (items.values() if older is not None else ())
+            for old in ((older or {}).get(item.id),)
+            for text in (item.question, *item.wordings)
+            if old is None or old.answer != item.answer or text not in (old.question, *old.wordings)
+        ]
         self._wordings, self._damage = Wordings(items, words, held_out, damage), damage
         self._system: list[str] = words["system"]
         self._follow_ups: dict[str, list[str]] = words["follow_ups"]
@@ -116,6 +126,9 @@ class Conversations:
             return self._follow_up(last, rng)
         if kind < 0.17 + NOT_CAUGHT_SHARE:
             return self._wordings.not_caught(rng), NOT_CAUGHT
+        if self._newer and rng.random() < NEWER_SHARE:
+            item, pattern = rng.choice(self._newer)
+            return self._wordings.lightly(item, pattern, rng), item.id
         item = rng.choices(self._asked, self._weights)[0]
         if rng.random() < self._damage.plain:
             return self._wordings.plain(item, rng), item.id

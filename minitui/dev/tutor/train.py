@@ -167,6 +167,7 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
+AHEAD = 64  # batches that are made before they are needed
 Settings = TypeVar("Settings", "Shape", "Recipe", Damage)
 
 
@@ -192,19 +193,20 @@ class Recipe:
 _conversations: Conversations
 
 
-def _start_worker(tokenizer_json: str, damage: Damage) -> None:
+def _start_worker(tokenizer_json: str, damage: Damage, older: Path | None) -> None:
     global _conversations
-    _conversations = make_conversations(Tokenizer.from_str(tokenizer_json), damage)
+    _conversations = make_conversations(Tokenizer.from_str(tokenizer_json), damage, older)
 
 
 def _pack_rows(job: tuple[int, int, int, bool]) -> tuple[Any, Any, Any]:
     return pack(_conversations, *job)
 
 
-def make_conversations(tokenizer: Tokenizer, damage: Damage) -> Conversations:
+def make_conversations(tokenizer: Tokenizer, damage: Damage, older: Path | None = None) -> Conversations:
     """Returns the corpus without the held-out questions."""
     held_out = [check for name in CHECK_FILES for check in load_checks(name)]
-    return Conversations(load_items(), load_words(), HeldOut(held_out), damage, tokenizer)
+    old_items = None if older is None else load_items(older)
+    return Conversations(load_items(), load_words(), HeldOut(held_out), damage, tokenizer, old_items)
 
 
 def loss_of(network: Network, ids: Tensor, loss_mask: Tensor, segments: Tensor, noisy_ids: Tensor) -> Tensor:
@@ -212,10 +214,12 @@ def loss_of(network: Network, ids: Tensor, loss_mask: Tensor, segments: Tensor, 
     length = ids.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
     mask = (segments[:, :, None] == segments[:, None, :])[:, None] & causal
-    hidden = network(noisy_ids, mask)[:, :-1]
-    logits = hidden @ network.model.embed_tokens.weight.T
-    losses = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
-    wanted = loss_mask[:, 1:].flatten().float()
+    hidden = network(noisy_ids, mask)[:, :-1].flatten(0, 1)
+    targets, wanted = ids[:, 1:].flatten(), loss_mask[:, 1:].flatten()
+    if ids.device.type == "cpu":  # the logits of the other tokens would take half of the time
+        kept = wanted.nonzero().flatten()
+        hidden, targets, wanted = hidden[kept], targets[kept], wanted[kept]
+    losses = F.cross_entropy((hidden @ network.model.embed_tokens.weight.T).float(), targets, reduction="none")
     return (losses * wanted).sum() / wanted.sum()
 
 
@@ -253,7 +257,7 @@ def train(network: Network, shape: Shape, recipe: Recipe, pool: Pool) -> None:
         for group in optimizer.param_groups:
             group["lr"] = recipe.peak_rate * warm * min(1.0, left / 0.5)
         noisy_ids = with_noise(ids, loss_mask, recipe.token_dropout, shape.vocab_size)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with torch.autocast(device.type, torch.bfloat16):
             loss = compute(network, ids, loss_mask, segments, noisy_ids)
         loss.backward()
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -270,7 +274,8 @@ def _batches(pool: Pool, recipe: Recipe) -> Iterator[tuple[Any, Any, Any]]:
         (recipe.seed * 1_000_003 + recipe.steps + step, recipe.long_rows, recipe.long_length, True)
         for step in range(recipe.long_steps)
     ]
-    yield from pool.imap(_pack_rows, jobs)
+    for first in range(0, len(jobs), AHEAD):  # all at once would keep a CPU busy with rows that nobody waits for
+        yield from pool.imap(_pack_rows, jobs[first : first + AHEAD])
 
 
 def changed(settings: Settings, name: str, value: str) -> Settings:
@@ -287,6 +292,10 @@ def main(
     others: Annotated[
         list[Path] | None,
         typer.Option("--mean", metavar="DIR", help="Save the mean of the new weights and of those of DIR."),
+    ] = None,
+    older: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="An older corpus: two of five questions are wordings that it does not have."),
     ] = None,
     changes: Annotated[
         list[str] | None,
@@ -318,7 +327,7 @@ def main(
     size = sum(weight.numel() for weight in network.parameters())
     print(f"{size / 1e6:.2f} million parameters, {len(items)} answers, {recipe} {damage}", flush=True)
     # Forked before anything runs on the GPU: the processes need no import, and make rows while the network is compiled.
-    with multiprocessing.get_context("fork").Pool(workers, _start_worker, (tokenizer.to_str(), damage)) as pool:
+    with multiprocessing.get_context("fork").Pool(workers, _start_worker, (tokenizer.to_str(), damage, older)) as pool:
         train(network.to(device), shape, recipe, pool)
     for count, other in enumerate(others or (), 2):
         weights = load_file(other / "model.safetensors", device=device)

@@ -126,6 +126,16 @@ class Wordings:
                 return text if rng.random() < 0.6 else casing(text, rng)
         return item.question
 
+    def lightly(self, item: Item, pattern: str, rng: random.Random) -> str:
+        """Returns a text of the item's pattern, half of the time with synonyms, a lost word or typos."""
+        for _ in range(ATTEMPTS):
+            text = self.fill(expand(pattern, rng), rng)
+            if rng.random() < 0.5:
+                text = self._bend(text, 0.0, rng)
+            if text and not self._held_out.too_near(text):
+                return self._finish(text, rng)
+        return item.question
+
     def _wording(self, item: Item, rng: random.Random) -> str:
         """Returns a text of the corpus for the item's question."""
         pattern = rng.choices(self._texts[item.id], self._chances[item.id])[0]
