@@ -21,6 +21,7 @@ from textual._context import active_app
 from textual.app import App
 from textual.message_pump import MessagePump
 from textual.pilot import Pilot
+from textual.widget import Widget
 
 ROUNDS = 12  # from a widget to the application and back, several times
 NAMES = {" ": "space", "/": "slash", "?": "question_mark"}
@@ -70,6 +71,15 @@ async def drawn(pilot: Pilot[Any]) -> None:
     for _ in range(2):
         pilot.app._frame()
         await settled()
+
+
+async def click_at(pilot: Pilot[Any], widget: Widget, column: int, row: int) -> None:
+    """Click on a cell of a widget, once the widget stands still: a card may have appeared above it."""
+    region = None
+    while region != (region := widget.region):
+        await drawn(pilot)
+    await pilot.click(widget, offset=(column, row))
+    await drawn(pilot)
 
 
 async def until(pilot: Pilot[Any], true: Callable[[], Any], seconds: float = 60.0) -> None:

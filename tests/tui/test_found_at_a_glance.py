@@ -34,7 +34,7 @@ from minitui.tui.widgets.inspect.waterfall import ROOMY, Waterfall
 from minitui.tui.widgets.rows import Runs, plain
 from minitui.viewmodel.explain.stalls import STALL_FROM
 from minitui.viewmodel.view import View
-from tests.support.driving import drawn, press, until
+from tests.support.driving import click_at, drawn, press, until
 from tests.tui.test_keys import live
 from tests.tui.test_mouse import inspecting
 from tests.viewmodel.test_stalls import GC, LONG, STALL_MS, STEP, stalled
@@ -337,8 +337,7 @@ async def test_a_small_terminal_names_all_panels_and_a_click_shows_one(monkeypat
         present = [name for name in IN_ORDER if name not in screen.absent and not PANELS[name].part_of]
         for name in ("lanes", "requests", "tree", "map"):
             at = strip.text.index("blocks" if name == "map" else name)
-            await pilot.click(strip, offset=(at, 0))
-            await drawn(pilot)
+            await click_at(pilot, strip, at, 0)
             shown = [panel for panel in present if screen._panels[panel].display]
             assert screen.current == name and shown == [name]
             assert f"[{'blocks' if name == 'map' else name}]" in strip.text

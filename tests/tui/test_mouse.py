@@ -20,7 +20,7 @@ from minitui.tui.widgets.inspect.details import HoverCard
 from minitui.tui.widgets.inspect.lanes import BatchLanes
 from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.replay_bar import ReplayBar
-from tests.support.driving import drawn, press, until
+from tests.support.driving import click_at, drawn, press, until
 from tests.tui.test_chat_screen import running
 from tests.tui.test_keys import live, recording
 
@@ -36,13 +36,9 @@ async def inspecting(app: MinituiApp, pilot: Pilot[Any]) -> InspectScreen:
 
 
 async def click(pilot: Pilot[Any], panel: LinePanel, column: int, row: int) -> None:
-    """Click on a cell of the panel's body, once the panel stands still: a card may have appeared above it."""
-    region = None
-    while region != (region := panel.region):
-        await drawn(pilot)
+    """Click on a cell of the panel's body."""
     beside, above = (0, 0) if panel.frame == "none" else (2, 1)
-    await pilot.click(panel, offset=(column + beside, row + above))
-    await drawn(pilot)
+    await click_at(pilot, panel, column + beside, row + above)
 
 
 def body(panel: LinePanel) -> list[str]:
