@@ -103,6 +103,7 @@ class ReplicaStream(Stream):
                             passed = [each.number for each in self._source.replicas if each.url in self._tried]
                             told = {"number": by.number, "name": by.name, "url": by.url, "passed": passed}
                             delta.metrics = {**(delta.metrics or {}), "replica": told}
+                            by.streams.pop(self, None)  # before its reader is told that the answer has ended
                         yield delta
                 except (EngineDead, Overloaded) as error:
                     if begun:
