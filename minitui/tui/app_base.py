@@ -53,6 +53,7 @@ from minitui.tui.textual_insides import (
 from minitui.tui.theme import THEMES
 from minitui.tui.widgets.chat.prompt import Prompt
 from minitui.tui.widgets.chat.transcript import Transcript
+from minitui.tutor import FIRST_QUESTIONS
 from minitui.viewmodel.updater import Updater
 from minitui.viewmodel.view import View
 from minitui.visible import visible
@@ -316,9 +317,8 @@ class AppBase(Notices):
 
     @property
     def suggestions(self) -> list[str]:
-        """Three known questions for an empty chat, spread over the list."""
-        known = self.known_questions
-        return [known[len(known) * i // 3] for i in range(3)] if len(known) >= 3 else known
+        """Known questions for an empty chat."""
+        return [first for first in FIRST_QUESTIONS if first in self.known_questions] or self.known_questions[:3]
 
     def group_names(self) -> dict[str, str]:
         """Returns the name that the panels show for each group of requests."""

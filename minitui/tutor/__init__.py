@@ -16,6 +16,9 @@ DEFAULT_SYSTEM_PROMPT = (
     "engines. If you do not understand a question, say so and suggest one that you know."
 )
 
+# What an empty chat offers to whoever knows nothing yet.
+FIRST_QUESTIONS = ("What is a token?", "What is the KV cache?", "What is prefix caching?")
+
 
 def model_dir() -> Path:
     """Returns the directory of the bundled checkpoint: config, weights, tokenizer and chat template."""
