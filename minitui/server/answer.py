@@ -204,6 +204,7 @@ class Answer:
         if len(self.streams) > 1:
             self._merged = Merged([_read(stream) for stream in self.streams])
         self._timer = asyncio.get_running_loop().call_at(self._deadline, self._time_out)
+        left = len(self.streams)
         try:
             async for index, part in self._merged or self._read_one():
                 self.service.metrics.generated.add(len(part.ids))
@@ -213,6 +214,9 @@ class Answer:
                     raise ApiError(500, f"the engine could not finish this request: {part.finish_reason[7:]}")
                 if part.finish_reason == "abort" and not self.cancellable:
                     raise ApiError(503, "the operator ended this reply", code="aborted")
+                left -= bool(part.finish_reason)
+                if not left:
+                    self._places.close()  # before the caller sees the end: the next request may need these places
                 yield index, part
         except EngineDead:
             self.service.check_ready()  # raises a more precise error if the server is stopping
@@ -221,6 +225,8 @@ class Answer:
             limit = self.service.settings.request_s
             sentence = f"the reply took longer than {limit:g} s, this server's limit"
             raise ApiError(504, sentence, code="timeout") from None
+        finally:
+            self._places.close()  # before the caller sees an error
         self._measure()
 
     def _measure(self) -> None:

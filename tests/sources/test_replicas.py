@@ -97,6 +97,7 @@ async def replicated(*servers: FakeServer, model: str = "") -> AsyncIterator[tup
     """A source over these servers, and chats that are asked on it."""
     source = ReplicaSource([server.url for server in servers], model=model, exact=False)
     await source.start(lambda progress: None)
+    await until(lambda: all(replica.tried.is_set() for replica in source.replicas))  # it starts with the first
     chats = Chats(source, sampling=Sampling(temperature=0.0))
     chats.use(source.codec)
     source.opening = lambda group: next(s for s in chats.sessions if s.id == group).opening

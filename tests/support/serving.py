@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.trace.state import State
 from minitui.server.settings import ServerSettings
 from minitui.tutor import model_dir
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 if TYPE_CHECKING:
     from minitui.server.command import Host
@@ -124,7 +124,7 @@ def serving(directory: Path, engine: dict[str, Any] | None = None, **settings: A
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert ready.wait(60), "the server did not come up"
+    assert ready.wait(2 * PATIENCE), "the server did not come up"
     if "error" in box:
         raise box["error"]
     running = Running(box["host"], thread, box["loop"])
@@ -133,7 +133,7 @@ def serving(directory: Path, engine: dict[str, Any] | None = None, **settings: A
     finally:
         running.http.close()
         running.host.stop()
-        thread.join(15)
+        thread.join(PATIENCE)
         assert not thread.is_alive(), "the server did not go"
 
 

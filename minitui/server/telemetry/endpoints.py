@@ -98,13 +98,14 @@ class TokenAnswer(Answer):
     cancellable = True
 
     def __init__(self, service: Service, body: Submission, name: AnswerName, answers: Answers) -> None:
-        """`answers`: the running answers. This answer adds itself, and removes itself in `close`."""
+        """`answers`: the running answers. This answer is one of them while it has a place in the queue."""
         service.check_ready()
         if name in answers:
             raise ApiError(400, f"tag {body.tag} is in use", "tag")
         super().__init__(service, 1, stream=True)
-        self.body, self._name, self._answers = body, name, answers
+        self.body = body
         answers[name] = self
+        self._places.callback(answers.pop, name)
 
     async def prepare(self) -> None:
         body = self.body
@@ -120,10 +121,6 @@ class TokenAnswer(Answer):
 
     def closing(self, outputs: list[Output]) -> Iterator[bytes]:
         return iter(())
-
-    def close(self) -> None:
-        self._answers.pop(self._name, None)
-        super().close()
 
 
 @functools.lru_cache(maxsize=4)
