@@ -149,12 +149,12 @@ async def test_eight_chats_are_answered_at_once_and_share_one_system_prompt():
     source = FakeSource(lambda prompt: "x" * 60, speed=0.001)
     chats = await chats_on(source)
     sessions = [chats.new(SYSTEM) for _ in range(8)]
+    source.engine.gate.pause()
     assert chats.send_all("Say something long.") == sessions
-    most = 0
-    while any(s.busy for s in sessions):
-        most = max(most, len(source.engine.scheduler.running))
-        await asyncio.sleep(0.001)
-    assert most == 8  # all in one batch
+    await until(lambda: len(source.engine.scheduler.waiting) == 8)
+    source.engine.gate.resume()
+    await until(lambda: len(source.engine.scheduler.running) == 8)  # all in one batch
+    await answered(*sessions)
     assert [s.state for s in sessions] == ["done"] * 8
     cached = [s.messages[-1].metrics["cached_tokens"] for s in sessions]
     assert cached[0] == 0
