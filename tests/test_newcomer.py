@@ -284,7 +284,7 @@ TEST = """
 from minitui.tui import actions, openai_app
 from minitui.tui.screens.help import ABOUT
 from tests.support.driving import press, until
-from tests.tui.test_keys import recording
+from tests.tui.keys.test_keys import recording
 
 
 async def test_the_panel_is_reached_painted_and_named_wherever_the_others_are():
@@ -312,7 +312,7 @@ def test_a_panel_is_its_class_and_one_row(repository: Path) -> None:
     (repository / "minitui/tui/widgets/inspect/odometer.py").write_text(WIDGET, encoding="utf-8")
     (repository / "tests/tui/test_odometer.py").write_text(TEST, encoding="utf-8")
     change(repository, "a panel of Inspect", PANEL)
-    rows = "tests/tui/test_widgets.py::test_every_row_has_exactly_the_width_of_the_panel[Odometer]"
+    rows = "tests/tui/panels/test_widgets.py::test_every_row_has_exactly_the_width_of_the_panel[Odometer]"
     run_tests(repository, rows, "tests/tui/test_odometer.py")
 
 

@@ -121,7 +121,7 @@ async def teach(one: Lesson, source: LocalSource, restart: Restart) -> Taught:
     )
     taught = Taught()
     for page in one.pages:
-        # Two runs side by side take several engines, and tests/tui/test_compare_app.py runs them.
+        # Two runs side by side take several engines, and tests/tui/screens/test_compare_app.py runs them.
         two_runs = "side_by_side" in getattr(page.run, "__qualname__", "")
         if page.run is not None and (not two_runs or page.predict is not None):
             await fresh(stage)

@@ -16,7 +16,7 @@ from minitui.viewmodel.compare.runs import recorded_view
 from minitui.viewmodel.explain.limits import limits
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.summary import summary, summary_json
-from tests.tui.test_lesson_panels import drawn
+from tests.tui.panels.test_lesson_panels import drawn
 
 WORK = slice(4, 10)  # of a `parts` record: commit, emit, gate, plan, launch, wait
 GATE, WAIT, GC, DELAYED = 6, 9, 10, 11

@@ -22,7 +22,7 @@ from minitui.tui.textual_insides import SizedScreen
 from minitui.tui.widgets.bars import TopBar
 from tests.support.driving import drawn, until
 from tests.support.fake_client import FakeSource
-from tests.tui.test_keys import recording
+from tests.tui.keys.test_keys import recording
 
 
 class Host(AppBase):

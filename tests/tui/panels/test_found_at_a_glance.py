@@ -35,8 +35,8 @@ from minitui.tui.widgets.rows import Runs, plain
 from minitui.viewmodel.explain.stalls import STALL_FROM
 from minitui.viewmodel.view import View
 from tests.support.driving import click_at, drawn, press, until
-from tests.tui.test_keys import live
-from tests.tui.test_mouse import inspecting
+from tests.tui.keys.test_keys import live
+from tests.tui.keys.test_mouse import inspecting
 from tests.viewmodel.test_stalls import GC, LONG, STALL_MS, STEP, stalled
 from tests.viewmodel.test_stalls import run as stalled_run
 

@@ -9,7 +9,7 @@ from textual._xterm_parser import XTermParser
 
 from minitui.tui.app import MinituiApp
 from tests.support.driving import until
-from tests.tui.test_chat_screen import ask, running
+from tests.tui.screens.test_chat_screen import ask, running
 
 
 def send(app: MinituiApp, packet: str) -> None:

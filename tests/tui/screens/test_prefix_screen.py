@@ -9,7 +9,7 @@ from minitui.tui.app import MinituiApp
 from minitui.tui.screens.prefix import PrefixPanel, PrefixScreen
 from minitui.tui.widgets.rows import plain
 from tests.support.driving import press, until
-from tests.tui.test_chat_screen import SYSTEM, ask, running
+from tests.tui.screens.test_chat_screen import SYSTEM, ask, running
 
 
 def shown(app: MinituiApp) -> str:

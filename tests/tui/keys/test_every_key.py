@@ -19,7 +19,7 @@ from minitui.tui.replay_app import ReplayApp
 from minitui.tui.screens.help import bindings_here
 from minitui.tui.screens.inspect import InspectScreen
 from tests.support.driving import drawn, settled
-from tests.tui.test_keys import live, recording, two_recordings
+from tests.tui.keys.test_keys import live, recording, two_recordings
 
 # They end the application, start again, or change the chats or the settings: their commands are not run.
 NOT_RUN = ("new", "fork", "replay", "retry", "close", "reset", "quit", "theme", "tokens", "clear")

@@ -21,8 +21,8 @@ from minitui.tui.widgets.inspect.lanes import BatchLanes
 from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.replay_bar import ReplayBar
 from tests.support.driving import click_at, drawn, press, until
-from tests.tui.test_chat_screen import running
-from tests.tui.test_keys import live, recording
+from tests.tui.keys.test_keys import live, recording
+from tests.tui.screens.test_chat_screen import running
 
 
 async def inspecting(app: MinituiApp, pilot: Pilot[Any]) -> InspectScreen:

@@ -1,0 +1,1 @@
+"""Keys, commands and the mouse: what reaches which action."""

@@ -1,0 +1,1 @@
+"""What single panels draw, compared with the view."""

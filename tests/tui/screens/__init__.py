@@ -1,0 +1,1 @@
+"""Whole screens and applications, driven as a user drives them."""

@@ -1,0 +1,1 @@
+"""What reaches the terminal: signals, hostile text, Markdown, and Textual's insides."""
