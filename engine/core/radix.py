@@ -201,9 +201,7 @@ class RadixTree:
             self.evicted.update(dict.fromkeys(node.hashes[keep:], self.step))
             self.log.append("evict", node.id, take, reason)
             self._cut(node, keep)
-            if keep:
-                self._push(node)
-            elif node.parent is not None and len(node.parent.children) == 1:
+            if not keep and node.parent is not None and len(node.parent.children) == 1:
                 self._merge(node.parent)
             freed += take
         while len(self.evicted) > MOST_EVICTED:
@@ -211,12 +209,14 @@ class RadixTree:
         return freed
 
     def _next_by_age(self) -> Node | None:
-        """Returns the leaf that is evicted next, and removes it from the heap. None if every node is in use."""
+        """Returns the leaf that is evicted next; None if every node is in use. The leaf stays in the heap: often only
+        some of its blocks are evicted."""
         while self._next:
-            age, node_id = heapq.heappop(self._next)
+            age, node_id = self._next[0]
             node = self.nodes.get(node_id)
             if node is not None and node.evictable and self._age(node) == age:
                 return node
+            heapq.heappop(self._next)
         return None  # all entries were stale: their nodes were used again or removed
 
     def drop(self, node: Node, reason: str) -> None:

@@ -10,13 +10,16 @@ device runs steps in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from engine.core.request import Request
 from engine.trace.records import RecordLog
 from engine.trace.side_pool import NULL, OWN, SideGroup, SidePool, window_pages
 
-Changes = dict[tuple[int, int], int]  # (row, column) -> page, not yet sent to the device's copy of a block table
+
+def changes_of(row: int, columns: Iterable[int], blocks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Returns (row << 32 | column, block) for the columns: numpy reads such numbers faster than pairs of numbers."""
+    return zip(map((row << 32).__or__, columns), blocks, strict=True)
 
 
 class Side:
@@ -89,7 +92,7 @@ class Window(Side):
 
     def __init__(self, index: int, group: SideGroup, block_size: int, log: RecordLog) -> None:
         super().__init__(index, group, block_size, log)
-        self.changes: Changes = {}
+        self.changes: dict[int, int] = {}  # `changes_of` its block table, not yet sent to the device
 
     def serves(self, blocks: list[int], most: int) -> int:
         """Returns the largest number of `blocks`, up to `most`, after which a request can go on."""
@@ -138,8 +141,7 @@ class Window(Side):
         self._changed(request, places)
 
     def _changed(self, request: Request, places: Iterable[int]) -> None:
-        held, row = self.held(request), request.row
-        self.changes.update({(row, place): held[place] for place in places})
+        self.changes.update(changes_of(request.row, places, map(self.held(request).__getitem__, places)))
 
     def resend(self, request: Request) -> None:
         """Send the request's whole table to the device with the next plan."""

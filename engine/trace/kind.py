@@ -83,14 +83,9 @@ def by_name(function: Callable[..., Any], kind: type[Kind]) -> Callable[[Any, Re
     unknown = set(names) - set(all_names)
     if unknown:
         raise TypeError(f"{function.__qualname__} reads {sorted(unknown)}: {kind.name!r} has {', '.join(all_names)}")
-    places = [all_names.index(name) for name in names]
-    if not places:
-        return lambda owner, _record: function(owner)
-    if len(places) == 1:
-        place = places[0]
-        return lambda owner, record: function(owner, record[place])
-    get = itemgetter(*places)
-    return lambda owner, record: function(owner, *get(record))
+    # Written out: as a call with unpacked fields, each of a million records would take a third longer.
+    fields = "".join(f", record[{all_names.index(name)}]" for name in names)
+    return eval(f"lambda owner, record: function(owner{fields})", {"function": function})
 
 
 class Reader:

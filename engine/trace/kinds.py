@@ -404,7 +404,7 @@ class Evict(kind.Kind):
             yield f"node {node} is not a leaf with at least {blocks:,} blocks"
         elif view.users > 0:
             yield f"node {node} is in use"
-        elif any(block in state.copies for block in view.blocks[-blocks:]):
+        elif state.copies and any(block in state.copies for block in view.blocks[-blocks:]):
             yield f"blocks of node {node} have copies"
 
 

@@ -283,11 +283,10 @@ class Follower:
 
     def take(self, record: Record) -> None:
         """Fold a record that `check.record` returned. Raises ValueError with the reason if the record is impossible."""
-        seq, _t, kind, *_ = record
-        state = self.state
+        state, kind = self.state, record[2]
         reason = self._fault(record)
         if reason:
-            raise ValueError(f"record {seq:,} ({kind}) is impossible: {reason}")
+            raise ValueError(f"record {record[0]:,} ({kind}) is impossible: {reason}")
         place = REQUESTS.get(kind)
         request = state.requests.get(record[place]) if place is not None else None
         before = len(request.table) if request is not None else 0

@@ -44,7 +44,7 @@ class Question:
     def __init__(self, path: str | Path, arrivals: str = "recorded") -> None:
         self.arrivals = arrivals
         with _uncollected():
-            self.reader = TraceReader(path)
+            self.reader = TraceReader(path, parts_later=True)
             self.recorded: Recorded = asked_in(self.reader)
         self.costs: Costs = costs_of(self.recorded.steps, str(path), self.reader.info.graphs)
         self.setting = Setting.of(self.reader.info, self.reader.part(0).snapshot)

@@ -95,10 +95,12 @@ Kept = Iterable[tuple[dict[str, Any] | None, Iterable[Record]]]
 def asked_in(reader: TraceReader) -> Recorded:
     """Returns what was asked in a recording. Raises TraceError if a part of the file cannot be read, and EngineError if
     it has no requests."""
-    exact = not reader.info.engine and not reader.info.overlap
-    hidden = hides_texts((part.snapshot, part.records) for part, _ in reader.parts())
-    kept = ((None if missing is None else part.snapshot, part.records) for part, missing in reader.parts(True))
-    recorded = asked_of(kept, hidden, exact)
+    info = reader.header["info"]
+    parts = ((None if missing is None else part.snapshot, part.records) for part, missing in reader.parts(True))
+    kept, first = itertools.tee(parts)
+    hidden = hides_texts(first)
+    del first  # else all parts stay in memory
+    recorded = asked_of(kept, hidden, exact=not info.engine and not info.overlap)
     if not recorded.requests:
         raise EngineError(f"{reader.path} has no requests: there is nothing to play")
     return recorded
