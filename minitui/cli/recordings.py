@@ -67,6 +67,10 @@ def replay(
         ),
     ] = "recorded",
     json: Annotated[bool, typer.Option("--json", help="Of --what-if and --sweep: print JSON.")] = False,
+    requests: Annotated[
+        bool,
+        typer.Option("--requests", help="Of --what-if --json: add each request, and the causes of its waits (slow)."),
+    ] = False,
 ) -> None:
     """Play or export a recording, or ask what another setting would have done.
 
@@ -85,7 +89,8 @@ def replay(
     With --what-if, scheduler, allocator and prefix tree are the real ones; the device is simulated. What a step costs
     is fitted to the recording, and the notes say with which error. Steps that do more than any recorded step, or
     have a number of rows like none, are extrapolated, and the notes say how many. --json has the keys of `minitui
-    compare --json`; "what_if" has the fit, and the recorded setting played in the same way.
+    compare --json`; "what_if" has the fit, and the recorded setting played in the same way. The "requests" of the runs
+    are there only with --requests: explaining the waits of 10,000 requests takes a minute, their figures seconds.
     --sweep --json has "points" with their "figures".
     """
     if what_if is not None or sweep is not None:
@@ -94,10 +99,10 @@ def replay(
         if trace is None or (what_if is not None and sweep is not None) or export is not None:
             raise EngineError("--what-if and --sweep need a recording, and exclude each other and --export")
         if what_if is not None:
-            raise typer.Exit(whatif.run_what_if(trace, what_if, arrivals, json, looks))
+            raise typer.Exit(whatif.run_what_if(trace, what_if, arrivals, json, requests, looks))
         raise typer.Exit(whatif.run_sweep(trace, str(sweep), arrivals, json, out))
-    if json or arrivals != "recorded":
-        raise EngineError("--json and --arrivals belong to --what-if and --sweep")
+    if json or requests or arrivals != "recorded":
+        raise EngineError("--json, --requests and --arrivals belong to --what-if and --sweep")
     if trace is None:
         run_list()
     elif export is None:

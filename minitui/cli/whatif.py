@@ -34,7 +34,7 @@ def _question(trace: str, arrivals: str) -> Question:
     return Question(find_trace(trace), arrivals)
 
 
-def run_what_if(trace: str, text: str, arrivals: str, json: bool, looks: dict[str, Any]) -> int:
+def run_what_if(trace: str, text: str, arrivals: str, json: bool, requests: bool, looks: dict[str, Any]) -> int:
     """Compares a recording with the same requests under another setting; returns the exit code."""
     from minitui.cli.compare import open_recordings, report
     from minitui.trace.reader import TraceReader
@@ -48,7 +48,7 @@ def run_what_if(trace: str, text: str, arrivals: str, json: bool, looks: dict[st
     setting, reader = question.changed(found), question.reader
     with Sweep(question) as sweep:
         unchanged = sweep.play([{}])
-        player = question.play(setting, traced=json or terminal)
+        player = question.play(setting, traced=terminal or requests)
         sentence, checked = control(question, next(unchanged).figures)
     notes = [*player.notes, *question.doubts(setting), fit_words(question.costs), sentence]
     if terminal:
@@ -58,7 +58,7 @@ def run_what_if(trace: str, text: str, arrivals: str, json: bool, looks: dict[st
             return open_recordings((reader, TraceReader(path)), ("recorded", text), "", looks, False, False, notes)
     infos = [reader.info, setting.info(reader.info)]
     comparison = Comparison([Totals("recorded", question.figures), Totals(text, player.figures)], key_of(infos))
-    if json:  # it has each request
+    if json and requests:
         view = player.view(text)
         view.earlier = recorded_view(reader, "recorded", on_all_cores=True)
         comparison = Comparison.of(view, key_of(infos))

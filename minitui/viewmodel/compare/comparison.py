@@ -270,12 +270,12 @@ def as_data(comparison: Comparison, title: str, infos: Sequence[EngineInfo], not
 
 def _run(run: Run, info: EngineInfo) -> dict[str, Any]:
     known = info.to_json()
-    return {
+    data = {
         "name": run.name,
         "settings": {name: known[name] for name in SETTINGS if name in known},
         "figures": {KEYS[name]: _number(value) for name, value in asdict(run.figures).items()},
-        "requests": [request_data(run.view, lane) for lane in run.lanes],
     }
+    return data if run.lanes is None else data | {"requests": [request_data(run.view, lane) for lane in run.lanes]}
 
 
 def _number(value: Any) -> Any:

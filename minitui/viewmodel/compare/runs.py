@@ -180,6 +180,7 @@ class Totals:
     figures: RunFigures
     forgotten = False
     stopped = ""
+    lanes = None  # not known
 
 
 class Run:
