@@ -3,7 +3,10 @@
 The fit is that of the timings panel (viewmodel/explain/cost_model.py): a constant, and a cost for each row, prompt
 token, key and so on. Beside the keys that each row reads, the keys that all rows hold have a cost: a device reads a
 shared block from its memory once. Where the recording has the device's time, and steps overlap, a step takes the longer
-of the device's time and the host's. The device computes a step without a CUDA graph while the host launches it.
+of the device's time and the host's. The device computes a step without a CUDA graph while the host launches it. Such a
+device has a core for each part of a chunk, and waits for the part that reads the longest text: there, the end of the
+longest prompt has a cost instead of the pairs of query and key (on an H200, 700 tokens late in a long text took longer
+than 2,000 at its beginning).
 
 A played step takes the fitted time, and deviates from it as a recorded step did that it resembles: padded to the same
 number of rows, with about the same time, rows and longest text. Kernels have steps and corners that no line has (a GPU
@@ -29,11 +32,12 @@ from minitui.viewmodel.explain import cost_model
 from minitui.viewmodel.explain.cost_model import LEAST_STEPS, PREFILL_STEPS, PREFILL_TOKENS, ROWS, SEVERAL, robust
 from minitui.viewmodel.history.steps import Steps
 
-FEATURES = (*cost_model.FEATURES, "held keys")
-KEYS, HELD = FEATURES.index("keys"), FEATURES.index("held keys")
+FEATURES = (*cost_model.FEATURES, "held keys", "longest prompt")
+KEYS, PAIRS, HELD, LONGEST_PROMPT = range(FEATURES.index("keys"), len(FEATURES))
 BEYOND = 1.1  # multiple of the most work in a recorded step
 NAMES = ("steps", "rows", "rows", "draft tokens", "prompts", "prompt tokens", "keys that decodes read",
-         "pairs of query and key in prompts", "tokens in the blocks that requests hold")
+         "pairs of query and key in prompts", "tokens in the blocks that requests hold",
+         "tokens up to the end of a prompt's chunk")
 NEAR = 8  # recorded steps, of which one gives the deviation
 CONSIDERED = 256  # recorded steps with about the same time, among which the nearest are sought
 UNLIKE_LONGEST, UNLIKE_ROWS = 0.6, 0.5  # weights of differences, beside that of the fitted times
@@ -97,13 +101,14 @@ def work_of(plan: StepPlan, held: int) -> tuple[float, ...]:
     """Returns the features [FEATURES] of a planned step; `held`: tokens in the blocks that requests hold. In Python: a
     step has few prompts, and numpy's calls cost more."""
     n = plan.num_decoding
-    tokens = pairs = 0
+    tokens = pairs = end = 0
     if len(plan.rows) > n:
         for start, length in zip(plan.starts[n:].tolist(), plan.q_lens[n:].tolist(), strict=True):
             tokens += length
             pairs += length * (start + length // 2)
+            end = max(end, start + length)
     drafted = plan.num_tokens - tokens - n
-    return 1, n + drafted > 1, n, drafted, tokens > 0, tokens, int(plan.starts[:n].sum()), pairs, held
+    return 1, n + drafted > 1, n, drafted, tokens > 0, tokens, int(plan.starts[:n].sum()), pairs, held, end
 
 
 Graphs = dict[str, Any]  # EngineInfo.graphs
@@ -206,20 +211,22 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
         )
     seen, n = cost_model.windows(steps, at), len(FEATURES)
     overlap, took = bool(seen.overlapped.any()), seen.took
-    work = np.column_stack((seen.work, steps.column("in_use")[at]))
-    launched = np.column_stack((seen.ahead + seen.work * seen.here[:, None], np.zeros(len(at))))
-    prompts = (len(steps.chunks(step)) for step in seen.number.tolist())
+    chunks = [steps.chunks(step) for step in seen.number.tolist()]
+    ends = [max((start + length for _, start, length, _ in each), default=0) for each in chunks]
+    work = np.column_stack((seen.work, steps.column("in_use")[at], ends))
+    launched = np.column_stack((seen.ahead + seen.work * seen.here[:, None], np.zeros((len(at), 2))))
     longest = steps.column("longest")[at].tolist()
-    paths = [path_of(*one, graphs) for one in zip(work.tolist(), prompts, longest, strict=True)]
+    paths = [path_of(*one, graphs) for one in zip(work.tolist(), map(len, chunks), longest, strict=True)]
     kinds = np.array([path.kind for path in paths])
     host = sum((seen.parts[name] for name in ("commit", "emit", "plan", "launch")), np.zeros(len(at)))
     known = ~np.isnan(seen.device) & ~np.isnan(host)
     parallel, no_graph = overlap and known.sum() >= LEAST_STEPS, 0.0
+    told = work * (np.arange(n) != (PAIRS if parallel else LONGEST_PROMPT))  # see above
     if parallel:
         slow = kinds == NO_GRAPH
         slowly = slow & seen.here | np.append(slow[1:], False) & seen.overlapped
         of_device, of_launch = known & ~slow, known & ~slowly
-        own = robust(work[of_device], np.minimum(seen.device, took)[of_device], _prior(work, took)).costs
+        own = robust(told[of_device], np.minimum(seen.device, took)[of_device], _prior(told, took)).costs
         of_host = robust(launched[of_launch], host[of_launch]).costs
         if graphs:
             launch, usual = seen.own["launch"], float(np.median(seen.own["launch"]))
@@ -228,7 +235,7 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
         kinds = np.where(slow | slowly, NO_GRAPH, kinds)
         paths = [NO_GRAPH_PATH if kind == NO_GRAPH else path for kind, path in zip(kinds, paths, strict=True)]
     else:
-        every = np.hstack((work, launched)) if overlap else work
+        every = np.hstack((told, launched)) if overlap else told
         costs = robust(every, took, _prior(every, took)).costs
         own, of_host, fitted = costs[:n], costs[n:] if overlap else np.zeros(n), every @ costs
     multiples = took / np.maximum(fitted, 1e-9)

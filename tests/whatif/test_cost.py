@@ -95,6 +95,22 @@ def test_a_step_takes_the_longer_of_device_and_host(mixture):
     assert predicted(costs, 6, 4_000, 2_800) == pytest.approx(0.4, rel=0.05)  # the device; the host needs 0.3
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_chunk_late_in_a_long_text(parallel, mixture):
+    """A device with many cores waits for the longest text that a chunk reads; one core reads all of them."""
+    rows, keys, held = mixture
+    r = np.random.default_rng(2)
+    n, start = r.integers(100, 1000, 600), r.integers(0, 3000, 600)
+    pairs = n * (start + n // 2)
+    took = 1.0 + 1e-5 * keys + 1e-3 * n + (4e-4 * (start + n) if parallel else 2e-6 * pairs)
+    steps = recorded(rows, keys, held, took, np.full(600, 0.1) if parallel else None)
+    steps.column("tokens")[:], steps.column("pairs")[:] = rows + n, pairs
+    steps._chunks = [[(1, *chunk, True)] for chunk in zip(start.tolist(), n.tolist(), strict=True)]
+    own = dict(zip(FEATURES, costs_of(steps, "here").own, strict=True))
+    assert own["longest prompt"] == pytest.approx(4e-4 * parallel, rel=0.05)
+    assert own["prefill pairs"] == pytest.approx(2e-6 * (not parallel), rel=0.05)
+
+
 def test_a_step_with_more_rows_than_any_recorded_one_is_extrapolated(mixture):
     rows, keys, held = mixture
     deviations = Deviations(costs_of(recorded(rows, keys, held, 1.0 + 1e-5 * keys), "here"))
@@ -120,7 +136,7 @@ def test_paths():
 
 
 def prompts(rows: float, tokens: float) -> list[float]:
-    return [x + y for x, y in zip(work(rows, 0, 0), (0, 0, 0, 0, 1, tokens, 0, 0, 0), strict=True)]
+    return [x + y for x, y in zip(work(rows, 0, 0), (0, 0, 0, 0, 1, tokens, 0, 0, 0, 0), strict=True)]
 
 
 def test_a_step_without_a_graph_takes_its_launch_and_the_device_computes_meanwhile(mixture):
