@@ -50,6 +50,8 @@ def pilots_wait_for_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr("textual.pilot.wait_for_idle", settled)
         monkeypatch.setattr("textual.app.wait_for_idle", settled)
+    if insides := sys.modules.get("minitui.tui.textual_insides"):
+        monkeypatch.setattr(insides, "NOTICE_S", 60.0)  # a slow machine draws two frames in more than two seconds
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -77,6 +77,7 @@ class MinituiApp(AppBase):
         self.audience = Audience(self)
         self._guard = guard
         self._last_pace = 1.0
+        self._last_seen = (-1, -1)  # the number of the last record, and the version of the view
         self._interrupted = 0.0  # time of the last ctrl+c
         self._frames = 0
         self._hang_reported = False
@@ -134,6 +135,10 @@ class MinituiApp(AppBase):
             self._last_pace = self.pace
             for session in self.chats.sessions:
                 session.forget_rate()
+        seen = (self.view.history.live.state.seq, self.view.version)
+        if seen != self._last_seen or self.progress is not None or any(s.busy for s in self.chats.sessions):
+            self._last_seen = seen
+            self.frame_limiter.wake()
         if self.is_headless:
             self.draw()
         elif self.frame_limiter.draws():

@@ -449,6 +449,8 @@ class AppBase(Notices):
     async def on_event(self, event: events.Event) -> None:
         """Handle an event. A key delays the folding of records, so that the effect of the key is shown first. It waits
         until the key before it has taken effect."""
+        if isinstance(event, events.InputEvent | events.Paste):
+            self.frame_limiter.wake()
         if isinstance(event, events.Key):
             self.feed.note_handled()
             self.set_timer(KEY_DRAWN_S, self._draw_key)

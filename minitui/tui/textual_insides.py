@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 TEXTUAL = "8.2"
 Result = TypeVar("Result")
 MAX_NOTICE = 400  # characters of a notice
+NOTICE_S = 2.0
 ESC = "\x1b"
 ROUNDS = 2  # a key may post a message, which takes the same path: the second round comes after this message
 LOST_S = 0.1  # a key whose path has ended (its screen was closed) delays the next keys by this time at most
@@ -288,7 +289,7 @@ class Notices(App[int]):
         text = visible(text)
         if len(text) > MAX_NOTICE:
             text = text[:MAX_NOTICE] + "…"  # an error may quote a long text that was pasted in place of a name
-        seconds = max(8.0 if error else 2.0, len(text) / 25)  # enough time to read the text
+        seconds = max(4 * NOTICE_S if error else NOTICE_S, len(text) / 25)  # enough time to read the text
         self.notify(text, severity="error" if error else "information", timeout=seconds, markup=False)
 
     def notify(

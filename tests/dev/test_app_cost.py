@@ -200,12 +200,14 @@ def test_every_second_frame_is_left_out_while_drawing_costs_too_much() -> None:
     now, spent = [0.0], [0.0]
     limiter = FrameLimiter(lambda: now[0], lambda: spent[0])
 
-    def drawn(share: float, seconds: float = 3.0) -> int:
+    def drawn(share: float, seconds: float = 3.0, happens: bool = True) -> int:
         """Of the frames of the last second, how many were drawn, with this share of a core used."""
         frames = []
         for _ in range(round(seconds * 20)):
             now[0] += 0.05
             spent[0] += 0.05 * share
+            if happens:
+                limiter.wake()
             frames.append(limiter.draws())
         return sum(frames[-20:])
 
@@ -213,3 +215,7 @@ def test_every_second_frame_is_left_out_while_drawing_costs_too_much() -> None:
     assert drawn(0.30) == 10
     assert drawn(0.15) == 10, "with half the frames this is no reason to draw them all again"
     assert drawn(0.05) == 20
+    assert drawn(0.05, happens=False) == 2 and drawn(0.30, happens=False) == 2, "nothing happens: two a second"
+    limiter.wake()
+    now[0] += 0.05
+    assert limiter.draws(), "the first record after a rest is drawn in the next frame"

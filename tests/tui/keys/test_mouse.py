@@ -154,14 +154,14 @@ async def test_selected_text_of_the_transcript_has_no_names_of_speakers() -> Non
 async def test_a_notice_covers_only_the_hints_and_replaces_the_notice_before_it() -> None:
     async with running() as (app, pilot, screen):
         await until(pilot, lambda: app.progress is None)
-        app.notify("a notice", timeout=1000)
+        app.say("a notice")
         await until(pilot, lambda: any(toast.region.area for toast in screen.query(Toast)))
         notices = [toast.region for toast in screen.query(Toast)]
         panels = [panel for panel in (*screen.query(LinePanel), screen.transcript) if panel.region.area]
         covered = [panel for panel in panels if any(notice.overlaps(panel.region) for notice in notices)]
         assert len(panels) > 4 and covered == [screen.query_one(StatusBar)]
         for text in ("second notice", "third notice", "an error", "fourth notice"):
-            app.notify(text, severity="error" if "error" in text else "information", timeout=1000)
+            app.say(text, error="error" in text)
             await pilot.pause()
         assert {notice.message for notice in app._notifications} == {"an error", "fourth notice"}
 
@@ -172,7 +172,7 @@ async def test_a_notice_of_a_recording_covers_no_panel_also_if_it_is_long(size: 
         for mode in ("inspect", "lecture"):
             app.open_mode(mode)
             for text in ("a notice", "a notice of two lines and more " * 4):
-                app.notify(text, timeout=1000)  # a slow machine draws two frames in more than two seconds
+                app.say(text)
                 await until(pilot, lambda: any(toast.region.area for toast in app.screen.query(Toast)))
                 lines = [toast.region for toast in app.screen.query(Toast)]
                 await until(pilot, lambda lines=lines: app.screen.query_one(StatusBar).size.height >= lines[0].height)  # type: ignore[misc]
