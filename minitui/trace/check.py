@@ -8,31 +8,9 @@ import re
 from typing import Any
 
 from engine.info import EngineInfo
+from engine.trace import kind
 from engine.trace.eviction import RECORDED_POLICIES
-from engine.trace.kind import (
-    FAULTS,
-    KINDS,
-    MOST,
-    Bound,
-    Record,
-    blocks,
-    boolean,
-    count,
-    counts,
-    duration,
-    factor,
-    gate_state,
-    kind_of,
-    later,
-    named,
-    one_of,
-    position,
-    positive,
-    row,
-    rows,
-    sequence,
-    text,
-)
+from engine.trace.kind import FAULTS, KINDS, MOST, Bound, Record, later, named, one_of, row, rows
 from engine.trace.runs import blocks_of, number_of
 from engine.trace.side_pool import GROUP, SideGroup, SidePool
 from engine.trace.state import State
@@ -44,11 +22,12 @@ MOST_GROUPS = 16  # vLLM's largest models have ten
 MOST_HELD = MOST_VALUES  # entries in the block tables of all requests together
 
 SNAPSHOT: dict[str, Bound] = {
-    "seq": sequence, "t": duration, "step": position, "num_blocks": positive, "block_size": positive,
-    "budget": positive, "max_num_seqs": positive,
-    "eviction_policy": later(one_of(*RECORDED_POLICIES)), "gate": gate_state, "pace": factor, "queue": counts,
+    "seq": kind.sequence, "t": kind.duration, "step": kind.position, "num_blocks": kind.positive,
+    "block_size": kind.positive, "budget": kind.positive, "max_num_seqs": kind.positive,
+    "eviction_policy": later(one_of(*RECORDED_POLICIES)), "gate": kind.gate_state, "pace": kind.factor,
+    "queue": kind.counts,
 }
-WORDS = rows(count, Bound(lambda word: type(word) is str and all(map("\u0100".__gt__, word))))
+WORDS = rows(kind.count, Bound(lambda word: type(word) is str and all(map("\u0100".__gt__, word))))
 
 UNKNOWN = {"model": "a model", "device": "a device", "dtype": "unknown precision"}
 
@@ -76,7 +55,7 @@ def _short(value: Any) -> str:
 
 def header(value: Any) -> dict[str, Any]:
     """Checks the header, and returns it with its optional fields filled in."""
-    _fields("the header", value, {"recorded": text, "random_text": boolean})
+    _fields("the header", value, {"recorded": kind.text, "random_text": kind.boolean})
     _need(type(value.get("info")) is dict, "the header has no 'info'")
     try:
         value["info"] = EngineInfo.from_json(UNKNOWN | value["info"])
@@ -88,14 +67,14 @@ def header(value: Any) -> dict[str, Any]:
 def short_line(line: Any) -> list[Any]:
     """Checks and returns a short line: words, names, a bookmark, or the end."""
     _need(type(line) is list and len(line) > 1, "not a list of a letter and values")
-    kind, *rest = line
-    if kind == "w":
+    letter, *rest = line
+    if letter == "w":
         _need(len(rest) == 1 and WORDS.fits(rest[0]), "its words are not pairs of a token id and bytes")
-    elif kind == "n":
-        named = type(rest[0]) is dict and all(map(text.fits, rest[0].values()))
+    elif letter == "n":
+        named = type(rest[0]) is dict and all(map(kind.text.fits, rest[0].values()))
         _need(len(rest) == 1 and named, "its names are not texts")
-    elif kind == "b":
-        _need(row(position, text).fits(rest), "its bookmark is not a step and a text")
+    elif letter == "b":
+        _need(row(kind.position, kind.text).fits(rest), "its bookmark is not a step and a text")
     return line
 
 
@@ -104,22 +83,22 @@ def record(seq: int, line: Any) -> Record:
     if type(line) is not list or len(line) < 2 or type(line[1]) is not str:
         raise ValueError(f"record {seq:,} is not a list of a time and a kind")
     t, name, *fields = line
-    if not duration.fits(t):
+    if not kind.duration.fits(t):
         raise ValueError(f"the time of record {seq:,} is {_short(t)}")
-    kind = KINDS.get(name)
-    if kind is None:
+    cls = KINDS.get(name)
+    if cls is None:
         raise ValueError(f"record {seq:,} has a kind that this version does not know: {_short(name)}")
     if name == "first" and len(fields) == 4:
         fields.pop()  # older versions wrote the time for sampling, which was always 0
-    if len(fields) != len(kind.fields):
-        missing = kind.defaults(len(kind.fields) - len(fields))
+    if len(fields) != len(cls.fields):
+        missing = cls.defaults(len(cls.fields) - len(fields))
         if missing is None:
-            raise ValueError(f"record {seq:,} ({name}) has {len(fields)} fields, not {len(kind.fields)}")
+            raise ValueError(f"record {seq:,} ({name}) has {len(fields)} fields, not {len(cls.fields)}")
         fields += missing
-    for i, (fits, _, convert, _) in enumerate(kind.bounds.values()):
+    for i, (fits, _, convert, _) in enumerate(cls.bounds.values()):
         value = fields[i]
         if not fits(value):
-            raise ValueError(f"{kind.fields[i]!r} of record {seq:,} ({name}) is {_short(value)}")
+            raise ValueError(f"{cls.fields[i]!r} of record {seq:,} ({name}) is {_short(value)}")
         if convert is not None:
             fields[i] = convert(value)
     return (seq, t, name, *fields)
@@ -166,7 +145,8 @@ def _groups(value: dict[str, Any]) -> None:
     used = in_tree.union(*(request["table"] for _, request in requests), *value.get("copies", {}).values())
     for i, group in enumerate(groups):
         what = f"side group {i}"
-        _fields(what, group, GROUP | {"idle": blocks, "kept": rows(positive, positive), "free": Bound(_is_runs)})
+        bounds = {"idle": kind.blocks, "kept": rows(kind.positive, kind.positive), "free": Bound(_is_runs)}
+        _fields(what, group, GROUP | bounds)
         size = group["num_blocks"]
         _need(1 < size <= MOST_BLOCKS, f"{what} has {size - 1:,} pages; a trace may have 1 to {MOST_BLOCKS - 1:,}")
         _need(number_of(group["free"]) < size, f"{what} has more free pages than pages")
@@ -189,7 +169,7 @@ def _groups(value: dict[str, Any]) -> None:
 def _is_runs(value: Any) -> bool:
     """Returns True for a list of blocks and of pairs of blocks."""
     return type(value) is list and all(
-        blocks.fits(run) and len(run) == 2 if type(run) is list else blocks.fits([run]) for run in value
+        kind.blocks.fits(run) and len(run) == 2 if type(run) is list else kind.blocks.fits([run]) for run in value
     )
 
 
@@ -244,7 +224,7 @@ def _requests(value: dict[str, Any]) -> None:
     for copy in original:
         seen[copy] = 1
     for id, request in value["requests"].items():
-        _fields(f"request r{id}", request, REQUEST | {"computed": count, "decoding": boolean})
+        _fields(f"request r{id}", request, REQUEST | {"computed": kind.count, "decoding": kind.boolean})
         _need(len(request.get("contents", ())) <= len(request["table"]), f"r{id} has more full blocks than blocks")
         _need(request["node"] == 0 or request["node"] in nodes, f"the node of r{id} is missing")
         table, shared = request["table"], request["shared_blocks"]
@@ -297,7 +277,7 @@ class Follower:
                 raise ValueError(f"the block tables of the requests have more than {MOST_HELD:,} entries")
 
     def _fault(self, record: Record) -> str:
-        state, kind = self.state, kind_of(record)
+        state, kind = self.state, record[2]
         for place, fault in STATEFUL[kind]:
             if reason := fault(state, record[place]):
                 return reason

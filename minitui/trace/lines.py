@@ -146,8 +146,6 @@ def snapshot_json(snapshot: dict[str, Any]) -> Iterator[str]:
     """Yields a snapshot as JSON in pieces, one for each node of the tree. Other threads can run between two pieces."""
     head = {name: value for name, value in snapshot.items() if name != "nodes"}
     yield json.dumps(head, separators=(",", ":"))[:-1] + ',"nodes":{'
-    separator = ""
-    for id, node in snapshot["nodes"].items():
-        yield f'{separator}"{id}":{json.dumps(node, separators=(",", ":"))}'
-        separator = ","
+    for i, (id, node) in enumerate(snapshot["nodes"].items()):
+        yield f'{"," if i else ""}"{id}":{json.dumps(node, separators=(",", ":"))}'
     yield "}}"

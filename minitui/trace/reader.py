@@ -33,7 +33,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +218,7 @@ class TraceReader:
     def last_step(self) -> int:
         """The last step that ended in the recording; the step before the recording if none did."""
         for index in reversed(range(len(self.keyframes))):
-            ended = [named(record).step for record in self.part(index).records if kind_of(record) in STEP_ENDS]
-            if ended:
+            if ended := [named(record).step for record in self.part(index).records if kind_of(record) in STEP_ENDS]:
                 return max(*ended, self.step_before)
         return self.step_before
 
@@ -249,29 +247,24 @@ class TraceReader:
         """Yields every part, with the number of records that are missing before it; None: it continues the part before.
         Raises TraceError. `on_all_cores`: other processes read the parts, for a caller that needs all of a long file.
         """
-        end = self.keyframes[0].seq
-        others = [n for n in range(len(self.keyframes)) if n not in self._parts]
-        ahead = self._read_ahead(others) if on_all_cores and len(others) >= MOST_PARTS else iter(())
-        for index, keyframe in enumerate(self.keyframes):
-            part = next(ahead, None) if index in others else None
-            if part is not None and index in (0, len(self.keyframes) - 1):
-                self._keep(index, part)  # `info` and other figures read it
-            part = part or self.part(index)
-            yield part, keyframe.seq - end if keyframe.seq != end or not index else None
-            end = keyframe.seq + len(part.records)
+        n, end = len(self.keyframes), self.keyframes[0].seq
+        parts = self._read_ahead() if on_all_cores and n > MOST_PARTS else map(self.part, range(n))
+        for index, part in enumerate(parts):
+            seq = part.keyframe.seq
+            yield part, seq - end if seq != end or not index else None
+            end = seq + len(part.records)
 
-    def _read_ahead(self, indices: list[int]) -> Iterator[Part]:
-        """Yields parts; each core reads at most two parts ahead."""
-        cores = min(8, os.cpu_count() or 1)
+    def _read_ahead(self) -> Iterator[Part]:
+        """Yields all parts; each core reads at most two parts ahead."""
+        cores, last = min(8, os.cpu_count() or 1), len(self.keyframes) - 1
         with ProcessPoolExecutor(cores) as pool:
-            left, ahead = iter(indices), deque[tuple[int, Future[bytes]]]()
-            while True:
-                for index in islice(left, 2 * cores + 1 - len(ahead)):
-                    ahead.append((index, pool.submit(_packed, self.path, *self.keyframes[index : index + 2])))
-                if not ahead:
-                    return
-                index, packed = ahead.popleft()
-                yield Part(self.keyframes[index], *marshal.loads(packed.result()))
+            ahead, begun = deque[Future[bytes]](), 0
+            for index, keyframe in enumerate(self.keyframes):
+                while begun <= min(last, index + 2 * cores):
+                    ahead.append(pool.submit(_packed, self.path, *self.keyframes[begun : begun + 2]))
+                    begun += 1
+                part = Part(keyframe, *marshal.loads(ahead.popleft().result()))
+                yield self._keep(index, part) if index in (0, last) else part  # `info` and other facts need these
 
     def records(self) -> Iterator[Record]:
         """Yields all records, oldest first."""

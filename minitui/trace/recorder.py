@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from engine.errors import EngineError
 from engine.info import EngineInfo
@@ -147,6 +147,7 @@ BATCH = 512  # records in a line
 FLUSH_S = 1.0  # seconds between two flushes: if the process is killed, at most this much of the end is lost
 LAST_RECORDS_S = 2.0  # longest wait for the engine's last records when a recording ends
 Decode = Callable[[int], bytes]
+Result = TypeVar("Result")
 
 
 class Recorder(Reader):
@@ -160,15 +161,13 @@ class Recorder(Reader):
     def __init__(self, path: str | Path, decode: Decode | None = None, keyframe_every: int = KEYFRAME_EVERY) -> None:
         self.path = Path(path)
         self.decode = decode
-        self.records = 0
-        self.steps = 0
+        self.records = self.steps = 0
         self.waits_for_snapshot = True
         self._every = keyframe_every
         self._state: State | None = None
         self._clock: PlayClock | None = None
-        self._since_keyframe = 0
+        self._since_keyframe = self._ids_since_keyframe = 0
         self._until_keyframe = keyframe_every  # number of records from the last keyframe to the next
-        self._ids_since_keyframe = 0
         self._played = 0.0
         self._known: set[int] = set()  # token ids whose bytes are in the file
         self._unknown: set[int] = set()  # token ids whose bytes must still be written
@@ -352,16 +351,10 @@ class Recording:
 
     def bookmark(self, text: str) -> int:
         """Write a bookmark for the last step; returns the step. Raises TraceError if the recording has failed."""
-        step = -1
-
-        def write(recorder: Recorder) -> None:
-            nonlocal step
-            step = recorder.bookmark(text)
-
-        self._guard(write)
+        step = self._guard(lambda recorder: recorder.bookmark(text))
         if self.error:
             raise TraceError(self.error)
-        return step
+        return -1 if step is None else step
 
     def resume(self, snapshot: dict[str, Any]) -> None:
         """Continue from a snapshot after a gap."""
@@ -379,17 +372,18 @@ class Recording:
         self._guard(lambda recorder: recorder.close())
         self._recorder = None
 
-    def _guard(self, write: Callable[[Recorder], None]) -> None:
+    def _guard(self, write: Callable[[Recorder], Result]) -> Result | None:
         """Call `write` with the recorder, if there is one. If it fails, stop the recording."""
-        if self._recorder is None:
-            return
+        if (recorder := self._recorder) is None:
+            return None
         try:
-            write(self._recorder)
+            return write(recorder)
         except TraceError as error:
             self._failed(error)
-            failed, self._recorder = self._recorder, None
+            self._recorder = None
             with contextlib.suppress(TraceError):
-                failed.close()
+                recorder.close()
+            return None
 
     def _failed(self, error: TraceError) -> None:
         self.error = str(error)

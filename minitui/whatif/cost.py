@@ -5,8 +5,7 @@ token, key and so on. Beside the keys that each row reads, the keys that all row
 shared block from its memory once. Where the recording has the device's time, and steps overlap, a step takes the longer
 of the device's time and the host's. The device computes a step without a CUDA graph while the host launches it. Such a
 device has a core for each part of a chunk, and waits for the part that reads the longest text: there, the end of the
-longest prompt has a cost instead of the pairs of query and key (on an H200, 700 tokens late in a long text took longer
-than 2,000 at its beginning).
+longest prompt has a cost instead of the pairs of query and key.
 
 A played step takes the fitted time, and deviates from it as a recorded step did that it resembles: padded to the same
 number of rows, with about the same time, rows and longest text. Kernels have steps and corners that no line has (a GPU

@@ -180,8 +180,7 @@ class Player:
         self.log = RecordLog(clock=lambda: self.device.now, limit=1 << 62)
         self.engine = Engine(
             self.device, setting.scheduler(), overlap=costs.overlap, prefix_caching=setting.cache,
-            eviction_policy=setting.eviction, log=self.log,
-            clock=PlayedClock(self.log, self.device),
+            eviction_policy=setting.eviction, log=self.log, clock=PlayedClock(self.log, self.device),
         )
         self.device.running = lambda: self.engine.scheduler.running
         pool = self.engine.cache.allocator

@@ -27,10 +27,10 @@ from minitui.sources.replay import ReplaySource
 from minitui.trace.bundled import bundled, describe
 from minitui.trace.lines import LineFile
 from minitui.trace.reader import TraceError, TraceReader
-from minitui.trace.recorder import Recorder
 from minitui.viewmodel.state.tree import Tree
 from minitui.viewmodel.view import View
-from tests.support.golden import GOLDEN, INFO, make_engine, play
+from tests.support.golden import GOLDEN
+from tests.trace.test_trace import record_golden
 
 REAL = [GOLDEN, *bundled().values()]
 WRONG = (
@@ -245,23 +245,13 @@ def test_a_keyframe_that_is_not_what_the_records_lead_to_is_a_sentence(tmp_path:
 
 def test_a_recording_that_no_reader_would_take_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minitui.trace.recorder.LONGEST_LINE", 4000)
-    engine = make_engine()
-    recorder = Recorder(tmp_path / "large.trace")
-    recorder.begin(INFO, engine.snapshot())
-    play(engine)
     with pytest.raises(TraceError, match="the recording ends here"):  # by the next call after the thread failed
-        recorder.feed(engine.log.drain())
-        recorder.close()
+        record_golden(tmp_path / "large.trace")
 
 
 def test_a_part_with_many_token_ids_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minitui.trace.recorder.MOST_IDS", 500)
-    engine = make_engine()
-    recorder = Recorder(tmp_path / "ids.trace")
-    recorder.begin(INFO, engine.snapshot())
-    play(engine)
-    recorder.feed(engine.log.drain())
-    recorder.close()
+    record_golden(tmp_path / "ids.trace")
     assert len(TraceReader(tmp_path / "ids.trace").keyframes) > 2
 
 
@@ -308,6 +298,5 @@ def test_the_commands_say_the_sentence_and_fail(command: list[str], tmp_path: Pa
     done = subprocess.run(run, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 1
     said = done.stderr.strip()
-    assert (
-        said.startswith("minitui: ") and "line" in said and "record 431 is 'x'" in said and len(said.splitlines()) == 1
-    )
+    assert said.startswith("minitui: ") and "line" in said and "record 431 is 'x'" in said
+    assert len(said.splitlines()) == 1

@@ -38,9 +38,7 @@ def test_the_scheduler_decides_as_it_did_when_the_golden_trace_was_recorded(gold
         assert a == b, "a decision has changed: if that is meant, write the golden trace anew (tests/support/golden.py)"
     assert len(now) == len(then)
     kinds = {record[2] for record in then}
-    assert {"evict", "preempt", "match", "split", "extend", "wait", "finish", "hold"} <= kinds, (
-        "it must show everything"
-    )
+    assert {"evict", "preempt", "match", "split", "extend", "wait", "finish", "hold"} <= kinds, "it must show all"
 
 
 def test_the_fold_of_a_trace_is_the_state_of_the_engine(golden: TraceReader) -> None:
@@ -116,18 +114,14 @@ def test_what_is_no_trace_is_refused_with_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "x"
     with pytest.raises(TraceError, match="cannot be read"):
         TraceReader(path)
-    path.write_text("hello")
-    with pytest.raises(TraceError, match="not a minitui trace"):
-        TraceReader(path)
-    path.write_bytes(gzip.compress(b'{"a": 1}\n'))
-    with pytest.raises(TraceError, match="not a header"):
-        TraceReader(path)
-    path.write_bytes(gzip.compress(json.dumps({"minitui_trace": 99, "info": {}}).encode() + b"\n"))
-    with pytest.raises(TraceError, match="version 99"):
-        TraceReader(path)
-    path.write_bytes(b"")
-    with pytest.raises(TraceError):
-        TraceReader(path)
+    later = json.dumps({"minitui_trace": 99, "info": {}}).encode()
+    for data, why in (
+        (b"hello", "not a minitui trace"), (gzip.compress(b'{"a": 1}\n'), "not a header"),
+        (gzip.compress(later + b"\n"), "version 99"), (b"", "has no bytes"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(TraceError, match=why):
+            TraceReader(path)
     with pytest.raises(TraceError, match="cannot be written"):
         Recorder(tmp_path / "no" / "such" / "directory")
 

@@ -27,8 +27,7 @@ def test_another_setting_beside_the_recording(tmp_path):
     real(path, BASE, 1, closed=True)
     asked = ("replay", path, "--what-if", "budget=16,blocks=90", "--arrivals", "closed", "--json")
     data = json.loads(output(*asked))
-    explained = json.loads(output(*asked, "--requests"))
-    assert [len(run.pop("requests")) for run in explained["runs"]] == [42, 42]
+    assert [len(run["requests"]) for run in json.loads(output(*asked, "--requests"))["runs"]] == [42, 42]
     recorded, played = (run["figures"] for run in data["runs"])
     assert played["requests"] == recorded["requests"] == 42
     assert played["reply_tokens"] == recorded["reply_tokens"]

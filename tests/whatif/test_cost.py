@@ -97,7 +97,6 @@ def test_a_step_takes_the_longer_of_device_and_host(mixture):
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_chunk_late_in_a_long_text(parallel, mixture):
-    """A device with many cores waits for the longest text that a chunk reads; one core reads all of them."""
     rows, keys, held = mixture
     r = np.random.default_rng(2)
     n, start = r.integers(100, 1000, 600), r.integers(0, 3000, 600)
