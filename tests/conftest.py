@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.serving import Running, serving
+from tests.support.server.serving import Running, serving
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the other cores have workers of their own
@@ -44,9 +44,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture(autouse=True)
 def pilots_wait_for_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
     """Textual's pilot waits for its application, not for a processor with nothing to do: see
-    tests/support/driving.py."""
+    tests/support/app/driving.py."""
     if "textual" in sys.modules:
-        from tests.support.driving import settled
+        from tests.support.app.driving import settled
 
         monkeypatch.setattr("textual.pilot.wait_for_idle", settled)
         monkeypatch.setattr("textual.app.wait_for_idle", settled)

@@ -147,7 +147,7 @@ OF_STATE = """
 from engine.trace.state import State
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
-from tests.support.golden import GOLDEN
+from tests.support.records.golden import GOLDEN
 state = TraceReader(bundled()["small-pool"]).part(0).state
 assert all(request.place == 0 for request in state.requests.values())
 assert all(node.hits == 0 for node in state.nodes.values()) and state.tiers == {}
@@ -283,7 +283,7 @@ PANEL: list[Edit] = [
 TEST = """
 from minitui.tui import actions, openai_app
 from minitui.tui.screens.help import ABOUT
-from tests.support.driving import press, until
+from tests.support.app.driving import press, until
 from tests.tui.keys.test_keys import recording
 
 

@@ -20,8 +20,8 @@ from minitui.chat.describe import describe_answer, split_thinking
 from minitui.chat.prompt import continue_prompt
 from minitui.chat.sessions import Chats
 from minitui.chat.store import Store, StoreError
-from tests.support.chat_file import open_chats
-from tests.support.fake_client import END, START, ByteCodec, FakeSource
+from tests.support.app.chat_file import open_chats
+from tests.support.app.fake_client import END, START, ByteCodec, FakeSource
 from tests.support.waiting import ask, until
 
 CODEC = ByteCodec()

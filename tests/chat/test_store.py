@@ -14,7 +14,7 @@ from minitui import settings as settings_file
 from minitui.chat.conversation import Message, Sampling, Session
 from minitui.chat.store import MIGRATIONS, Store, StoreError
 from minitui.settings import ChatSettings, Settings, SettingsError
-from tests.support.chat_file import open_chats
+from tests.support.app.chat_file import open_chats
 
 
 def chat(id: str = "a", **changes) -> Session:

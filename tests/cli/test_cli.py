@@ -29,7 +29,7 @@ from minitui.settings import ChatSettings, Settings
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.tui.terminal import has_terminal
-from tests.support.fake_client import ByteCodec, FakeSource
+from tests.support.app.fake_client import ByteCodec, FakeSource
 
 COMMANDS = ("chat", "ask", "demo", "exercise", "compare", "doctor", "bench", "verify")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.terminal import Terminal, python
+from tests.support.app.terminal import Terminal, python
 from tests.support.waiting import wait_until
 
 SCRIPT = Path(sys.executable).with_name("minitui")

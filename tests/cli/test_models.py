@@ -23,7 +23,7 @@ from engine.worker.weights import quantised
 from minitui import tutor
 from minitui.bench.limits import write_config
 from minitui.cli.models import Machine, complete_model, examine, fit, models
-from tests.support.gguf_files import add_sizes
+from tests.support.checkpoints.gguf_files import add_sizes
 
 GB = 10**9
 CONFIG = (tutor.model_dir() / "config.json").read_bytes()

@@ -19,9 +19,9 @@ from engine.worker.weights import quantised
 from minitui import tutor
 from minitui.cli import verify
 from minitui.cli.verify import NEW_TOKENS, PROMPTS, Reference, _same_tokens, run_verify
+from tests.support.checkpoints.gguf_files import HELD, add_tokenizer, write_gguf
+from tests.support.checkpoints.images import save_layouts, with_images
 from tests.support.families import checkpoint
-from tests.support.gguf_files import HELD, add_tokenizer, write_gguf
-from tests.support.images import save_layouts, with_images
 from tests.support.models import reference, save
 from tests.support.packing import FORMATS, mxfp4, quantise
 
@@ -205,7 +205,7 @@ def with_the_tutor_s_tokenizer(directory: Path) -> int:
 @pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("name", os.environ.get("VERIFY_IMAGES", "ministral3 qwen3_vl_moe").split())
 def test_the_text_part_of_a_model_with_images_passes(name: str, tmp_path: Path, capsys: Any) -> None:
-    """VERIFY_IMAGES names other models: those of tests/support/images.py. The second checkpoint is quantised."""
+    """VERIFY_IMAGES names other models of tests/support/checkpoints/images.py. The second checkpoint is quantised."""
     sizes = {"vocab_size": with_the_tutor_s_tokenizer(tmp_path), "max_position_embeddings": 1024}
     plain, published = save_layouts(with_images(name, **sizes), tmp_path)
     path = published / "model.safetensors"
@@ -242,7 +242,7 @@ def test_a_random_quantised_checkpoint_passes(form: str, tmp_path: Path, capsys:
 @pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("kind", os.environ.get("VERIFY_GGUF", "gemma3_text").split())
 def test_a_random_gguf_file_passes(kind: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """VERIFY_GGUF names other families: the model types in tests/support/gguf_files.py."""
+    """VERIFY_GGUF names other families: the model types in tests/support/checkpoints/gguf_files.py."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     checkpoint(kind, 1, tmp_path, **HELD.get(kind, {}), vocab_size=with_the_tutor_s_tokenizer(tmp_path))
     path = write_gguf(tmp_path, tmp_path / "m.gguf", "Q8_0", lambda w: add_tokenizer(w, tutor.model_dir(), "gpt-2"))

@@ -20,8 +20,7 @@ from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.rows import Runs, plain
 from minitui.viewmodel.compare.runs import recorded_view
-from tests.support.fake_client import ByteCodec, FakeSource
-from tests.support.sampling import sampling
+from tests.support.app.fake_client import ByteCodec, FakeSource, sampling
 
 
 async def greet(stage: Stage) -> Seen:

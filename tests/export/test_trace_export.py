@@ -31,9 +31,8 @@ from minitui.viewmodel.history.spans import LAUNCH_OR_WAIT, NOT_REPORTED
 from minitui.viewmodel.state.eviction import EvictionOrder
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.teller import RequestTeller, Teller
-from tests.support.fake_client import ByteCodec, FakeSource
-from tests.support.golden import GOLDEN, INFO, make_engine, play
-from tests.support.sampling import sampling
+from tests.support.app.fake_client import ByteCodec, FakeSource, sampling
+from tests.support.records.golden import GOLDEN, INFO, make_engine, play
 from tests.support.waiting import until
 
 

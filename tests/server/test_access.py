@@ -14,7 +14,7 @@ import pytest
 from engine.errors import EngineError
 from minitui.server.application import create_app
 from minitui.server.settings import Role, ServerSettings
-from tests.support.serving import Running
+from tests.support.server.serving import Running
 from tests.support.waiting import wait_until
 
 PAGE, KEY = "https://class.example", "a-key-of-the-tests"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import pytest
 
-from tests.support.serving import Running, through_proxy
+from tests.support.server.serving import Running, through_proxy
 
 WORDS = "What is the KV cache? Say what a block holds, when a block is shared and which blocks are evicted first."
 QUESTION: list[Any] = [{"role": "user", "content": WORDS}]

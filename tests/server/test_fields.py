@@ -14,8 +14,8 @@ from minitui.server.messages.schema import MessagesRequest
 from minitui.server.openai.chat_schema import ChatRequest
 from minitui.server.openai.text_schema import CompletionRequest
 from minitui.server.responses.schema import ResponsesRequest
-from tests.support.events import chunks_of
-from tests.support.serving import Running, serving
+from tests.support.server.events import chunks_of
+from tests.support.server.serving import Running, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 QUESTION = {"role": "user", "content": "What is the KV cache?"}

@@ -28,9 +28,9 @@ from minitui.server.command import DEAD_PEER_S, listen
 from minitui.server.settings import Role, ServerSettings
 from minitui.server.sse import EventStream
 from minitui.server.telemetry.broadcast import MAX_UNREAD, Watcher
-from tests.support.bodies import EXPLODING
-from tests.support.events import data_of
-from tests.support.serving import Open, Running, serving
+from tests.support.server.bodies import EXPLODING
+from tests.support.server.events import data_of
+from tests.support.server.serving import Open, Running, serving
 from tests.support.waiting import ended, wait_until
 
 CHAT = "/v1/chat/completions"

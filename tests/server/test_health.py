@@ -10,7 +10,7 @@ import pytest
 
 from minitui import __version__
 from minitui.server.settings import Role
-from tests.support.serving import Running, serving
+from tests.support.server.serving import Running, serving
 
 KEY = "a-key-of-the-tests"
 

@@ -18,7 +18,7 @@ import pytest
 from minitui.server.openai.chat_schema import ChatRequest
 from minitui.server.openai.text_schema import CompletionRequest, DetokenizeRequest
 from minitui.server.settings import Role
-from tests.support.serving import Open, Running
+from tests.support.server.serving import Open, Running
 from tests.support.waiting import wait_until
 
 CHAT = "/v1/chat/completions"

@@ -19,7 +19,7 @@ from engine.errors import EngineDead, InvalidRequest
 from minitui.bench.load import LoadOptions, find_rate, load, measure, poisson, replay, run_load
 from minitui.bench.load_figures import Outcome, found_rate, read_result, report, side_by_side, spread, summarise
 from minitui.goals import goals_of
-from tests.support.serving import Running, serving
+from tests.support.server.serving import Running, serving
 from tests.support.waiting import wait_until
 
 WAITING, RUNNING = 12, 4

@@ -12,8 +12,8 @@ from anthropic.types import Message
 
 from minitui.server.messages.schema import MessagesRequest
 from minitui.server.settings import Role
-from tests.support.events import events_of
-from tests.support.serving import Running
+from tests.support.server.events import events_of
+from tests.support.server.serving import Running
 
 URL = "/v1/messages"
 QUESTION: list[Any] = [{"role": "user", "content": "What is the KV cache?"}]

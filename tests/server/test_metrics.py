@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.metrics.metrics import Metrics
 from engine.trace.views import RequestView, Waste
-from tests.support.serving import Running
+from tests.support.server.serving import Running
 from tests.support.waiting import wait_until
 
 # The queries of vLLM's and Ray's Grafana dashboards, without those for hardware and for features that minitui lacks

@@ -12,8 +12,8 @@ from engine.core.step import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 from minitui.server.openai.logprobs import Offsets, completion_logprobs
 from minitui.tutor import model_dir
-from tests.support.events import chunks_of
-from tests.support.serving import Running
+from tests.support.server.events import chunks_of
+from tests.support.server.serving import Running
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the KV cache?"}]
 TEXT = "<|im_start|>user\nWhat is the KV cache?<|im_end|>\n<|im_start|>assistant\n"

@@ -18,8 +18,8 @@ from minitui.server.service import Service
 from minitui.server.settings import Role, ServerSettings
 from minitui.server.telemetry.broadcast import Broadcast
 from minitui.trace.reader import TraceReader
-from tests.support.serving import serving
-from tests.support.traces import final_state
+from tests.support.records.traces import final_state
+from tests.support.server.serving import serving
 
 KEY = "a-key-of-the-tests"
 

@@ -15,8 +15,8 @@ from minitui.server.responses.schema import InputItem, messages
 from minitui.server.responses.store import ResponseStore, StoredItem
 from minitui.server.responses.tools import Tool, functions
 from minitui.server.settings import Role
-from tests.support.events import events_of
-from tests.support.serving import Running
+from tests.support.server.events import events_of
+from tests.support.server.serving import Running
 from tests.support.waiting import wait_until
 
 URL = "/v1/responses"

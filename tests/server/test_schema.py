@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
 from minitui.server.settings import Role
-from tests.support.serving import Running, serving
+from tests.support.server.serving import Running, serving
 
 # Other tests cover these: /minitui/records never ends, and /minitui/control may close the gate for all tests.
 EXAMPLES = 2

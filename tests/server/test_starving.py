@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from minitui.server import service
-from tests.support.bodies import EXPLODING, ROUTES, bodies, filled
-from tests.support.serving import Running
+from tests.support.server.bodies import EXPLODING, ROUTES, bodies, filled
+from tests.support.server.serving import Running
 from tests.support.waiting import wait_until
 
 CHAT = "/v1/chat/completions"

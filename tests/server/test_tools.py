@@ -10,8 +10,8 @@ import pydantic
 import pytest
 
 from minitui.server.openai.reply_parser import ForcedCallParser
-from tests.support.events import chunks_of
-from tests.support.serving import Running
+from tests.support.server.events import chunks_of
+from tests.support.server.serving import Running
 
 CHAT = "/v1/chat/completions"
 QUESTION: list[Any] = [{"role": "user", "content": "What is the KV cache?"}]

@@ -18,7 +18,7 @@ from engine.parameters import Biases, Flag, Ids, Integer, Number, Texts
 from engine.params import PARAMETERS, SamplingParams
 from engine.trace.state import State
 from minitui.server.settings import Role, ServerSettings
-from tests.support.serving import Running
+from tests.support.server.serving import Running
 from tests.support.waiting import until, wait_until
 
 pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")

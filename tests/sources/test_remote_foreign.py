@@ -18,7 +18,7 @@ from minitui.chat.conversation import Sampling
 from minitui.chat.sessions import Chats
 from minitui.chat.store import Store
 from tests.support.fake_openai import FakeServer
-from tests.support.serving import Running
+from tests.support.server.serving import Running
 from tests.support.waiting import ask, until
 
 pytest.importorskip("httpx", reason="the extra 'serve' is not installed")

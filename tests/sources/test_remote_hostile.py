@@ -15,7 +15,7 @@ import pytest
 
 from engine.errors import EngineError
 from engine.params import SamplingParams
-from tests.support.serving import Running
+from tests.support.server.serving import Running
 
 pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
 

@@ -21,8 +21,8 @@ from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.updater import Updater
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.request_words import figures_in_words, request_json
-from tests.support.golden import GOLDEN, INFO, make_engine, play, timeless
-from tests.support.traces import state_at
+from tests.support.records.golden import GOLDEN, INFO, make_engine, play, timeless
+from tests.support.records.traces import state_at
 
 
 class Player:

@@ -21,7 +21,7 @@ from minitui.settings import Settings
 from minitui.sources.routing import FEW, capacity, order, rank
 from tests.sources.test_remote_foreign import SGLANG, VLLM
 from tests.support.fake_openai import FakeServer
-from tests.support.serving import Running
+from tests.support.server.serving import Running
 from tests.support.waiting import ask, until
 
 pytest.importorskip("httpx", reason="the extra 'serve' is not installed")

@@ -1,5 +1,5 @@
 """Steps of a layer with the gated delta rule: what engine/kernels/delta.py computes, and what it should compute. The
-kernels run on a GPU, or in Triton's interpreter (tests/support/interpreted_delta.py)."""
+kernels run on a GPU, or in Triton's interpreter (tests/support/kernels/interpreted_delta.py)."""
 
 from __future__ import annotations
 

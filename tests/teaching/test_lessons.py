@@ -54,9 +54,8 @@ from minitui.tui.widgets.rows import cells
 from minitui.viewmodel.board import Pieces, Wire
 from minitui.viewmodel.updater import Updater
 from minitui.viewmodel.view import View
-from tests.support.driving import press, until
-from tests.support.fake_client import ByteCodec, FakeSource
-from tests.support.sampling import sampling
+from tests.support.app.driving import press, until
+from tests.support.app.fake_client import ByteCodec, FakeSource, sampling
 
 RIGHT = {  # what each experiment must prove, by lesson and page title
     (0, "Text becomes tokens"): "prefill is one token, Anna has several",

@@ -25,9 +25,8 @@ from minitui.trace.reader import TraceReader
 from minitui.viewmodel.compare.comparison import Comparison
 from minitui.viewmodel.updater import Updater
 from minitui.viewmodel.view import View
-from tests.support.fake_client import ByteCodec, FakeSource
+from tests.support.app.fake_client import ByteCodec, FakeSource, sampling
 from tests.support.paths import ROOT
-from tests.support.sampling import sampling
 
 
 class Heard(LocalSource):

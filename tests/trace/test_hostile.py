@@ -29,7 +29,7 @@ from minitui.trace.lines import LineFile
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.viewmodel.state.tree import Tree
 from minitui.viewmodel.view import View
-from tests.support.golden import GOLDEN
+from tests.support.records.golden import GOLDEN
 from tests.trace.test_trace import record_golden
 
 REAL = [GOLDEN, *bundled().values()]

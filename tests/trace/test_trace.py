@@ -19,9 +19,9 @@ from minitui.sources.recording import RecordingSource
 from minitui.trace.play_clock import LONGEST_PAUSE, PlayClock
 from minitui.trace.reader import MOST_PARTS, TraceError, TraceReader
 from minitui.trace.recorder import Recorder
-from tests.support.fake_client import FakeSource
-from tests.support.golden import GOLDEN, INFO, make_engine, play, timeless, untimed
-from tests.support.traces import final_state, state_at
+from tests.support.app.fake_client import FakeSource
+from tests.support.records.golden import GOLDEN, INFO, make_engine, play, timeless, untimed
+from tests.support.records.traces import final_state, state_at
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_the_scheduler_decides_as_it_did_when_the_golden_trace_was_recorded(gold
     now = [untimed(record) for record in engine.log.drain()]
     then = [untimed(record) for record in golden.records()]
     for a, b in zip(now, then, strict=False):
-        assert a == b, "a decision has changed: if that is meant, write the golden trace anew (tests/support/golden.py)"
+        assert a == b, "a decision has changed: if that is meant, write the golden trace anew (records/golden.py)"
     assert len(now) == len(then)
     kinds = {record[2] for record in then}
     assert {"evict", "preempt", "match", "split", "extend", "wait", "finish", "hold"} <= kinds, "it must show all"

@@ -24,7 +24,7 @@ from minitui.viewmodel.history.spans import parts_of
 from minitui.viewmodel.history.steps import PARTS, Steps
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
-from tests.support.loads import LONG, empty_view
+from tests.support.records.views import LONG, empty_view
 
 NAMES = {  # the kind of a stall -> the cause
     "gc": "garbage collection", "program": "another program on the core", "stop": "process stopped", "plan": "plan",

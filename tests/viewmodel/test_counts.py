@@ -32,9 +32,9 @@ from minitui.viewmodel.moment import Playback
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
 from minitui.viewmodel.words.summary import summary
-from tests.support.golden import GOLDEN
-from tests.support.percentiles import percentiles
-from tests.support.traces import beginning
+from tests.support.records.golden import GOLDEN
+from tests.support.records.traces import beginning
+from tests.support.records.views import percentiles
 
 RECORDINGS = {
     "golden": GOLDEN, "small-pool": bundled()["small-pool"],

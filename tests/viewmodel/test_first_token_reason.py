@@ -20,8 +20,8 @@ from minitui.viewmodel.requests import Requests, by_longest_gap, by_longest_wait
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.request_words import first_token_words, request_data, why_first
 from minitui.viewmodel.words.story import tell
-from tests.support.loads import TIGHT, empty_view
-from tests.support.traces import beginning
+from tests.support.records.traces import beginning
+from tests.support.records.views import TIGHT, empty_view
 
 STALL_MS = 300.0
 DELAYED, PLAN = 11, 7  # fields of a `parts` record

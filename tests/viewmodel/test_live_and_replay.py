@@ -17,7 +17,7 @@ from minitui.viewmodel.explain.stalls import gap_words
 from minitui.viewmodel.explain.timing import why_slow
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.teller import RequestTeller, Teller
-from tests.support.loads import LONG, TIGHT, empty_state
+from tests.support.records.views import LONG, TIGHT, empty_state
 
 
 def said_of(view: View, step: int) -> list[str]:

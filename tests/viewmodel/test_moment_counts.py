@@ -28,7 +28,7 @@ from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.compare.runs import recorded_view
 from minitui.viewmodel.history.steps import KINDS
 from minitui.viewmodel.view import View
-from tests.support.percentiles import percentiles
+from tests.support.records.views import percentiles
 
 NUMBER = r"(\d+(?:,\d{3})*(?:\.\d+)?)"
 

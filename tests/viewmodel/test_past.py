@@ -16,8 +16,8 @@ from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
 from minitui.viewmodel.words.summary import summary
-from tests.support.golden import GOLDEN
-from tests.support.traces import beginning
+from tests.support.records.golden import GOLDEN
+from tests.support.records.traces import beginning
 
 
 @pytest.mark.parametrize("name", ["golden", "small-pool", "vllm-8b"])

@@ -15,7 +15,7 @@ from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
 from minitui.viewmodel.words.teller import RequestTeller
 from minitui.vllm.translate import Translator
-from tests.support.traces import beginning
+from tests.support.records.traces import beginning
 from tests.support.vllm_played import messages_of, recorded
 
 

@@ -19,7 +19,7 @@ from minitui.viewmodel.history.tokens import TokenTimes
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.view import View
 from tests.engine.core.test_scheduler_simulation import Load
-from tests.support.percentiles import percentiles
+from tests.support.records.views import percentiles
 
 SEEDS = range(5)
 ROUNDED = 0.02  # ms: each part of a step is recorded to the microsecond

@@ -19,7 +19,7 @@ from minitui.viewmodel.compare.comparison import Comparison, key_of, settings_th
 from minitui.viewmodel.compare.runs import DRAFTS, STALL, Run, recorded_view
 from minitui.viewmodel.view import View
 from tests.engine.core.test_step_clock import Timed
-from tests.support.golden import GOLDEN
+from tests.support.records.golden import GOLDEN
 
 LENGTHS = (3, 9, 4, 2, 8)
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import re
 
+from engine.core.engine import Engine
+from engine.core.request import Request
+from engine.core.scheduler import SchedulerConfig
 from engine.metrics.metrics import Metrics
+from engine.params import SamplingParams
 from engine.trace.kind import kind_of
-from engine.trace.side_pool import OWN
+from engine.trace.records import Record
+from engine.trace.side_pool import OWN, SideGroup
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.chat.occupancy import Occupancy, PromptOrigin, side_strips, strip_rows
 from minitui.tui.widgets.inspect.block_map import BlockMap
@@ -20,16 +25,56 @@ from minitui.viewmodel.state.side_groups import (
     strips,
     tokens_before,
 )
+from minitui.viewmodel.view import View
 from minitui.viewmodel.words.narrate import narrate
 from minitui.viewmodel.words.story import tell
 from minitui.viewmodel.words.summary import summary, summary_json
-from tests.support.hybrid import STATES, WINDOW, Hybrid
+from tests.support.simulation import SimulatedRunner, simulated
 
 SHARED = [i % 40 for i in range(40)]
+WINDOW = SideGroup("window 12", "window", 13, 12)
+STATES = SideGroup("state", "state", 11)
 
 
 def texts(rows: object) -> list[str]:
     return ["".join(text for text, _ in row) for row in rows]  # type: ignore[attr-defined]
+
+
+class Hybrid:
+    """An engine with blocks of 4 tokens and checkpoints after every 16 tokens, and the view of its records."""
+
+    def __init__(self, *groups: SideGroup, blocks: int = 60) -> None:
+        self.runner = SimulatedRunner(blocks + 1, 4, 4, groups=groups or (WINDOW, STATES))
+        config = SchedulerConfig(64, 4, max_model_len=4096, checkpoint_interval=16)
+        self.engine = simulated(Engine(self.runner, config, eos_ids=frozenset({49})))
+        self.view = View()
+        self.view.texts.ids_to_text = lambda ids: " ".join(f"w{id}" for id in ids)
+        self.view.reset(self.engine.snapshot())
+        self.snapshot = self.engine.snapshot()
+        self.records: list[Record] = []
+        self.now = 0.0
+
+    def add(self, ids: list[int], tokens: int = 4) -> Request:
+        return self.engine.add_request(ids, SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True))
+
+    def step(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.engine.step()
+            self.fold()
+
+    def ask(self, ids: list[int], tokens: int = 4) -> Request:
+        """Run a request to its end."""
+        request = self.add(ids, tokens)
+        while self.engine.has_work:
+            self.step()
+        return request
+
+    def fold(self) -> None:
+        records = self.engine.log.drain()
+        self.records += records
+        self.now += 0.05
+        self.view.fold(records, self.now)
+        self.view.frame(self.now)
 
 
 def two_prompts() -> Hybrid:

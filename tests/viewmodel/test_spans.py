@@ -26,7 +26,7 @@ from minitui.viewmodel.history.steps import GATE_SHOWN, IDLE_SHOWN, Steps
 from minitui.viewmodel.view import View
 from tests.engine.core import test_step_clock
 from tests.engine.core.test_step_clock import COMMIT, EMIT, PLAN, Timed
-from tests.support.golden import GOLDEN
+from tests.support.records.golden import GOLDEN
 
 Truth = list[tuple[str, float, float]]  # kind, begin and end in ms of the clock
 

@@ -28,8 +28,8 @@ from minitui.viewmodel.words.narrate import narrate
 from minitui.viewmodel.words.story import tell
 from minitui.viewmodel.words.teller import Teller
 from tests.engine.core.test_speculation import REPEATING, drafting_seed, make_engine
-from tests.support.golden import INFO
-from tests.support.lanes import codes
+from tests.support.records.golden import INFO
+from tests.support.records.views import codes
 
 
 @dataclass

@@ -23,8 +23,8 @@ from minitui.viewmodel.history.lane import PREEMPTED, Gap, Lane
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.view import View
 from tests.engine.core.test_scheduler_simulation import make_engine
-from tests.support.golden import GOLDEN
-from tests.support.loads import LONG, TIGHT, empty_view
+from tests.support.records.golden import GOLDEN
+from tests.support.records.views import LONG, TIGHT, empty_view
 from tests.viewmodel.test_requests import played
 
 STEP = 150  # the step that stalls

@@ -13,8 +13,7 @@ from minitui.tui.widgets.inspect.trends import TrendCharts
 from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.history.trends import METRICS, SPANS, Trends, shortest_span
 from minitui.viewmodel.view import View
-from tests.support.loads import TIGHT
-from tests.support.percentiles import percentiles
+from tests.support.records.views import TIGHT, percentiles
 
 
 @pytest.mark.parametrize(("samples", "exact"), [(4_096, 1e-9), (100, 0.035)])

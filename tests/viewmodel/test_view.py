@@ -24,9 +24,8 @@ from minitui.viewmodel.state import time_travel
 from minitui.viewmodel.updater import AFTER_KEY_S, RETRY_S, Updater
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
-from tests.support.lanes import codes
-from tests.support.loads import TIGHT, empty_state, empty_view
-from tests.support.simulated import LiveStress
+from tests.support.records.simulated import LiveStress
+from tests.support.records.views import TIGHT, codes, empty_state, empty_view
 from tests.support.waiting import until
 
 

@@ -14,7 +14,7 @@ from textual.drivers.web_driver import WebDriver
 from minitui.tui.actions import ACTIONS, key_label, key_press
 from minitui.tui.widgets.bars import StatusBar
 from minitui.web.mirror import Application
-from tests.support.driving import drawn
+from tests.support.app.driving import drawn
 from tests.tui.keys.test_keys import recording
 from tests.web.test_remote_browser import CHROMIUM, browser
 

@@ -23,7 +23,7 @@ import pyte
 import pytest
 
 from minitui.trace.reader import TraceReader
-from tests.support.serving import Running
+from tests.support.server.serving import Running
 from tests.support.waiting import until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

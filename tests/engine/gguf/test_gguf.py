@@ -30,7 +30,7 @@ from engine.model.rope import inverse_frequencies
 from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from minitui import tutor
-from tests.support.gguf_files import add_sizes, add_tokenizer, finish
+from tests.support.checkpoints.gguf_files import add_sizes, add_tokenizer, finish
 from tests.support.models import load_decoder, make_runner
 
 gguf = pytest.importorskip("gguf")

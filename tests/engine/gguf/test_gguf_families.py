@@ -23,8 +23,8 @@ from engine.model.config import ModelConfig, RopeConfig
 from engine.model.hf.config import read_model_config
 from engine.model.rope import rope_table
 from tests.support import paths
+from tests.support.checkpoints.gguf_files import ARCHITECTURES, HELD, no_tokenizer, write_gguf
 from tests.support.families import LLAMA3, checkpoint
-from tests.support.gguf_files import ARCHITECTURES, HELD, no_tokenizer, write_gguf
 from tests.support.models import load_decoder
 
 gguf = pytest.importorskip("gguf")

@@ -37,7 +37,7 @@ from engine.kernels.decode_attention import DecodeWorkspace, decode_attention  #
 from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention  # noqa: E402
 from engine.kernels.row_settings import NUM_SETTINGS  # noqa: E402
 from engine.model.four_bits import Int4Tiles  # noqa: E402
-from tests.support.compile_kernels import compiling_for  # noqa: E402
+from tests.support.kernels.compile_kernels import compiling_for  # noqa: E402
 
 KIB = 1024
 CARDS = {

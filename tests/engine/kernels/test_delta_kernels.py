@@ -16,7 +16,7 @@ def test_the_kernels_compute_what_the_reference_does() -> None:
     """Decodes, drafts, prompts, checkpoints, and the captured steps, whose numbers include padding. In a process of its
     own: Triton decides when it is imported whether kernels are compiled or interpreted."""
     found = subprocess.run(
-        [sys.executable, "-m", "tests.support.interpreted_delta"], env={**os.environ, "TRITON_INTERPRET": "1"},
+        [sys.executable, "-m", "tests.support.kernels.interpreted_delta"], env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True, text=True, check=False,
     )
     assert found.returncode == 0, found.stderr[-2000:]

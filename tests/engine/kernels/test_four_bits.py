@@ -44,9 +44,9 @@ class OneOfTwo(Group):
 def test_the_kernels_compute_the_products_of_the_numbers() -> None:
     """In a process of its own: Triton decides when it is imported whether kernels are compiled or interpreted."""
     pytest.importorskip("triton")
+    run = [sys.executable, "-m", "tests.support.kernels.interpreted_four_bits"]
     found = subprocess.run(
-        [sys.executable, "-m", "tests.support.interpreted_four_bits"], env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, check=False,
+        run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )
     assert found.returncode == 0, found.stderr[-2000:]
     for case, errors in json.loads(found.stdout).items():

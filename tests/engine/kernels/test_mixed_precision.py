@@ -15,8 +15,9 @@ from engine.model.config import Packing
 from engine.model.hf.config import read_model_config
 from engine.model.linear import ByteWeight, Fp8Weight, Int8Rows
 from engine.worker.weights import quantised
+from tests.support.checkpoints.images import save_layouts, with_images
 from tests.support.families import checkpoint
-from tests.support.images import save_layouts, with_images
+from tests.support.kernels.ranks import run_in_threads
 from tests.support.models import Driver, load_decoder, make_request, make_runner, prompt, reference, save
 from tests.support.packing import (
     E4M3,
@@ -31,7 +32,6 @@ from tests.support.packing import (
     several,
 )
 from tests.support.parity import PROMPT, last_logits, our_logits, their_logits
-from tests.support.ranks import run_in_threads
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4, "vocab_size": 208}
 KINDS = ("qwen3", "qwen3_moe")

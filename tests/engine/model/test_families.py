@@ -31,9 +31,9 @@ from tests.engine.model.test_engine_model import make_engine
 from tests.engine.worker.test_parallel import play
 from tests.support import paths
 from tests.support.families import FAMILIES, checkpoint
+from tests.support.kernels.ranks import run_in_threads
 from tests.support.models import VOCAB, Driver, make_request, make_runner, plain_runner, prompt
 from tests.support.parity import PROMPT, compiled_or_not, decodes_on_a_cpu, our_logits, their_logits  # noqa: F401 (a fixture)
-from tests.support.ranks import run_in_threads
 
 SEEDS = range(int(os.environ.get("FAMILY_CONFIGS", "1")))
 REPLY = 10

@@ -22,7 +22,7 @@ from engine.model.families import WITH_IMAGES
 from engine.model.hf.config import read_model_config
 from engine.text.tokenizer import Tokenizer
 from minitui import tutor
-from tests.support.images import IMAGES, save_layouts, with_images
+from tests.support.checkpoints.images import IMAGES, save_layouts, with_images
 from tests.support.models import Driver, load_decoder, make_request, make_runner, prompt, reference, rewrite, save
 from tests.support.parity import PROMPT, our_logits, their_logits
 

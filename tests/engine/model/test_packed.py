@@ -21,10 +21,10 @@ from engine.worker.limits import resolve
 from engine.worker.weights import quantised
 from tests.support import paths
 from tests.support.families import checkpoint, random_config
+from tests.support.kernels.ranks import run_in_threads
 from tests.support.models import Driver, load_decoder, make_request, make_runner, prompt, reference, rewrite, save
 from tests.support.packing import FORMATS, awq, compressed, gptq, mxfp4, pack_quantized, quantise
 from tests.support.parity import PROMPT, last_logits, our_logits, their_logits
-from tests.support.ranks import run_in_threads
 
 DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8,

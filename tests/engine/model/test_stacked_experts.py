@@ -15,11 +15,11 @@ from engine.model.hf.config import read_model_config
 from engine.model.linear import Fp8Blocks
 from engine.worker.weights import quantised
 from minitui.cli.verify import _loaded
-from tests.support.images import save_layouts, with_images
+from tests.support.checkpoints.images import save_layouts, with_images
+from tests.support.kernels.ranks import run_in_threads
 from tests.support.models import Driver, load_decoder, make_request, make_runner, prompt, rewrite
 from tests.support.packing import FORMATS, fp8_block, per_row
 from tests.support.parity import PROMPT, last_logits, our_logits, their_logits
-from tests.support.ranks import run_in_threads
 
 SIZES = {  # blocks of 128 fit, and no expert is square
     "hidden_size": 128, "head_dim": 64, "num_key_value_heads": 4, "num_experts": 3, "moe_intermediate_size": 256,

@@ -20,7 +20,7 @@ from engine.hub.cache import cached_snapshots, snapshots_of
 from engine.hub.resolve import pace, resolve_model
 from minitui import tutor
 from minitui.cli import doctor
-from tests.support.fake_hub import REVISION, FakeHub
+from tests.support.server.fake_hub import REVISION, FakeHub
 from tests.support.waiting import wait_until
 
 NAME = "Org/Model-1B"

@@ -15,7 +15,7 @@ from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_messages import for_template
 from tests.engine.text.test_tokenizer import TEXTS, byte_level, sentencepiece_like, write
-from tests.support.templates import CHATS, FORMATS
+from tests.support.checkpoints.templates import CHATS, FORMATS
 
 
 def tiktoken_like() -> tokenizers.Tokenizer:

@@ -38,8 +38,8 @@ from engine.worker.rank_runner import LeadRunner
 from engine.worker.runner import Runner
 from engine.worker.sampler import Drawn, Wants
 from minitui.tutor import model_dir
+from tests.support.kernels.ranks import ThreadRanks, run_in_threads
 from tests.support.models import VOCAB, Driver, eager, make_request, make_runner, plain_runner, reference, save
-from tests.support.ranks import ThreadRanks, run_in_threads
 from tests.support.waiting import ended, wait_until
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

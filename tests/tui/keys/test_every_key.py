@@ -18,7 +18,7 @@ from minitui.tui.panels import ALONE, IN_ORDER
 from minitui.tui.replay_app import ReplayApp
 from minitui.tui.screens.help import bindings_here
 from minitui.tui.screens.inspect import InspectScreen
-from tests.support.driving import drawn, settled
+from tests.support.app.driving import drawn, settled
 from tests.tui.keys.test_keys import live, recording, two_recordings
 
 # They end the application, start again, or change the chats or the settings: their commands are not run.

@@ -15,8 +15,8 @@ from minitui.settings import Settings
 from minitui.tui.app import MinituiApp
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.viewmodel.places import find
-from tests.support.driving import press, type_text, until
-from tests.support.fake_client import ByteCodec, FakeSource
+from tests.support.app.driving import press, type_text, until
+from tests.support.app.fake_client import ByteCodec, FakeSource
 
 
 @contextlib.asynccontextmanager

@@ -8,7 +8,7 @@ import pytest
 from textual._xterm_parser import XTermParser
 
 from minitui.tui.app import MinituiApp
-from tests.support.driving import until
+from tests.support.app.driving import until
 from tests.tui.screens.test_chat_screen import ask, running
 
 

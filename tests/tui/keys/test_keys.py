@@ -25,9 +25,9 @@ from minitui.tui.panels import BY_KEY
 from minitui.tui.replay_app import ReplayApp, replay_app
 from minitui.tui.replica_app import ForeignReplicaApp
 from minitui.tui.screens.lecture import LectureScreen
-from tests.support.driving import press, until
-from tests.support.fake_client import ByteCodec, FakeSource
-from tests.support.golden import GOLDEN
+from tests.support.app.driving import press, until
+from tests.support.app.fake_client import ByteCodec, FakeSource
+from tests.support.records.golden import GOLDEN
 
 
 @contextlib.asynccontextmanager

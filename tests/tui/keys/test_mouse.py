@@ -20,7 +20,7 @@ from minitui.tui.widgets.inspect.details import HoverCard
 from minitui.tui.widgets.inspect.lanes import BatchLanes
 from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.replay_bar import ReplayBar
-from tests.support.driving import click_at, drawn, press, until
+from tests.support.app.driving import click_at, drawn, press, until
 from tests.tui.keys.test_keys import live, recording
 from tests.tui.screens.test_chat_screen import running
 

@@ -19,8 +19,8 @@ from minitui.tui.widgets.inspect.experts import ExpertMap
 from minitui.viewmodel.history.experts import SUMMED, ExpertLoads
 from minitui.viewmodel.view import View
 from tests.support.models import make_runner, reference, save
-from tests.support.panels import body
-from tests.support.simulated import LiveStress, StressApp
+from tests.support.records.panels import body
+from tests.support.records.simulated import LiveStress, StressApp
 
 
 def told(view: View, log: Any, step: int, load: list[tuple[int, list[int]]]) -> None:

@@ -34,7 +34,7 @@ from minitui.tui.widgets.inspect.waterfall import ROOMY, Waterfall
 from minitui.tui.widgets.rows import Runs, plain
 from minitui.viewmodel.explain.stalls import STALL_FROM
 from minitui.viewmodel.view import View
-from tests.support.driving import click_at, drawn, press, until
+from tests.support.app.driving import click_at, drawn, press, until
 from tests.tui.keys.test_keys import live
 from tests.tui.keys.test_mouse import inspecting
 from tests.viewmodel.test_stalls import GC, LONG, STALL_MS, STEP, stalled

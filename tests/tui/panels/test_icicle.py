@@ -13,8 +13,8 @@ from minitui.tui.widgets.inspect.icicle import Icicle
 from minitui.tui.widgets.inspect.tree import RadixTree
 from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.view import View
-from tests.support.loads import TIGHT
-from tests.support.panels import body
+from tests.support.records.panels import body
+from tests.support.records.views import TIGHT
 
 SIZES = [(66, 14), (76, 17), (110, 30), (200, 50)]
 

@@ -20,8 +20,8 @@ from minitui.viewmodel.history.events import Events
 from minitui.viewmodel.history.lanes import Lanes
 from minitui.viewmodel.state.eviction import EvictionOrder
 from minitui.viewmodel.view import View
-from tests.support.driving import press, until
-from tests.support.golden import GOLDEN
+from tests.support.app.driving import press, until
+from tests.support.records.golden import GOLDEN
 
 
 def shown_panels(app: Any) -> list[LinePanel]:

@@ -32,11 +32,11 @@ from minitui.viewmodel.history.trends import METRICS
 from minitui.viewmodel.requests import RequestFigures, Requests
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.request_words import figures_in_words, first_token_words, why_first
-from tests.support.driving import press, until
-from tests.support.golden import GOLDEN
-from tests.support.loads import TIGHT
-from tests.support.panels import body
-from tests.support.stills import picture
+from tests.support.app.driving import press, until
+from tests.support.app.stills import picture
+from tests.support.records.golden import GOLDEN
+from tests.support.records.panels import body
+from tests.support.records.views import TIGHT
 
 
 @asynccontextmanager

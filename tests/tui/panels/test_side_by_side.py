@@ -16,7 +16,7 @@ from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.viewmodel.compare.runs import Run, recorded_view
 from minitui.viewmodel.view import View
-from tests.support.panels import body
+from tests.support.records.panels import body
 from tests.viewmodel.test_runs import played, viewed
 
 

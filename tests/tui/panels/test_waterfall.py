@@ -21,7 +21,7 @@ from minitui.viewmodel.explain.limits import limits
 from minitui.viewmodel.history.spans import Span, Timeline
 from minitui.viewmodel.history.steps import Steps
 from minitui.viewmodel.view import View
-from tests.support.golden import GOLDEN
+from tests.support.records.golden import GOLDEN
 from tests.viewmodel.test_spans import folded_view
 
 

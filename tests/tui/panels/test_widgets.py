@@ -41,10 +41,10 @@ from minitui.viewmodel.history.lane import DECODING, FINISHED, NOTHING, PREEMPTE
 from minitui.viewmodel.state.eviction import EvictionOrder, free_words, is_under_pressure, pressure_words
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
-from tests.support.golden import GOLDEN
-from tests.support.lanes import codes as lane_codes
-from tests.support.loads import TIGHT
-from tests.support.panels import body
+from tests.support.records.golden import GOLDEN
+from tests.support.records.panels import body
+from tests.support.records.views import TIGHT
+from tests.support.records.views import codes as lane_codes
 
 PANELS = dict.fromkeys(panel.PANELS.values())  # a class once, if two names have it
 

@@ -37,9 +37,9 @@ from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.block_table import BlockTable
 from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.inspect.tree import RadixTree
-from tests.support.chat_file import open_chats
-from tests.support.driving import press, type_text, until
-from tests.support.fake_client import ByteCodec, FakeSource
+from tests.support.app.chat_file import open_chats
+from tests.support.app.driving import press, type_text, until
+from tests.support.app.fake_client import ByteCodec, FakeSource
 
 SYSTEM = "You explain inference engines. " * 3
 KNOWN = ["What is a block table?", "What is a radix tree?", "Why is decode slow?"]

@@ -17,7 +17,7 @@ from minitui.teaching.run_sheet import ENGINE, read_run_sheet
 from minitui.trace.reader import TraceReader
 from minitui.tui.class_app import ClassApp
 from minitui.tui.screens.lesson import LessonScreen
-from tests.support.driving import until
+from tests.support.app.driving import until
 
 
 async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> None:

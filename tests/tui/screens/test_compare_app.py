@@ -22,9 +22,8 @@ from minitui.tui.demo import play_in_app
 from minitui.tui.screens.compare import CompareScreen
 from minitui.viewmodel.compare.comparison import Comparison
 from minitui.viewmodel.compare.runs import recorded_view
-from tests.support.driving import press, type_text, until
-from tests.support.fake_client import ByteCodec, FakeSource
-from tests.support.sampling import sampling
+from tests.support.app.driving import press, type_text, until
+from tests.support.app.fake_client import ByteCodec, FakeSource, sampling
 
 
 def recordings_app() -> RecordingsApp:

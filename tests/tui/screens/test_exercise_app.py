@@ -15,7 +15,7 @@ from minitui.tui.screens.exercise import ExerciseCompareScreen, ExerciseScreen
 from minitui.tui.widgets.bars import StatusBar
 from minitui.tui.widgets.inspect.tree import RadixTree
 from tests.exercises.planted import GOOD, PLANTED, source
-from tests.support.driving import press, until
+from tests.support.app.driving import press, until
 
 
 def exercise_app(tmp_path: Path, text: str, cpu: float = 2.0) -> ExerciseApp:

@@ -21,9 +21,9 @@ from minitui.tui.widgets.inspect.lanes import BatchLanes
 from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.inspect.tree import RadixTree
 from minitui.tui.widgets.inspect.waterfall import Waterfall
-from tests.support.panels import lines, simulated
 from tests.support.paths import SNAPSHOTS
-from tests.support.simulated import StressApp
+from tests.support.records.panels import lines, simulated
+from tests.support.records.simulated import StressApp
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from minitui.tui.widgets.lecture import Why
 from minitui.viewmodel.explain.predict import Question, question_about
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.narrate import narrate, notable
-from tests.support.loads import TIGHT
-from tests.support.panels import lines, simulated
 from tests.support.paths import SNAPSHOTS
+from tests.support.records.panels import lines, simulated
+from tests.support.records.views import TIGHT
 
 
 def told(load: Load, steps: int, seed: int = 0):

@@ -8,7 +8,7 @@ from minitui.prefix.diagnose import CAUSES
 from minitui.tui.app import MinituiApp
 from minitui.tui.screens.prefix import PrefixPanel, PrefixScreen
 from minitui.tui.widgets.rows import plain
-from tests.support.driving import press, until
+from tests.support.app.driving import press, until
 from tests.tui.screens.test_chat_screen import SYSTEM, ask, running
 
 

@@ -31,8 +31,8 @@ from minitui.viewmodel.history.spans import Timeline
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.narrate import narrate
 from minitui.viewmodel.words.teller import Teller
-from tests.support.driving import press, until
-from tests.support.golden import GOLDEN, random_trace
+from tests.support.app.driving import press, until
+from tests.support.records.golden import GOLDEN, random_trace
 
 
 def text_of(app: Any) -> str:
@@ -306,8 +306,7 @@ async def test_a_demo_plays_in_the_application() -> None:
     from minitui.chat.sessions import Chats
     from minitui.settings import Settings
     from minitui.tui.app import MinituiApp
-    from tests.support.fake_client import ByteCodec, FakeSource
-    from tests.support.sampling import sampling
+    from tests.support.app.fake_client import ByteCodec, FakeSource, sampling
 
     demo = DEMOS["shared-prefix"]
     source = FakeSource(num_blocks=200)

@@ -20,8 +20,8 @@ from minitui.tui.screens.base import BaseScreen
 from minitui.tui.screens.dialogs import Overlay
 from minitui.tui.textual_insides import SizedScreen
 from minitui.tui.widgets.bars import TopBar
-from tests.support.driving import drawn, until
-from tests.support.fake_client import FakeSource
+from tests.support.app.driving import drawn, until
+from tests.support.app.fake_client import FakeSource
 from tests.tui.keys.test_keys import recording
 
 

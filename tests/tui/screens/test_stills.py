@@ -7,9 +7,9 @@ import pytest
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
 from minitui.tui.app import MinituiApp
-from tests.support.driving import settled
-from tests.support.fake_client import ByteCodec
-from tests.support.stills import SIZES, Album, Clock, StillSource, until
+from tests.support.app.driving import settled
+from tests.support.app.fake_client import ByteCodec
+from tests.support.app.stills import SIZES, Album, Clock, StillSource, until
 
 SYSTEM = "You are a patient teacher. You answer briefly, and explain how inference engines work."
 ANSWERS = {

@@ -33,10 +33,10 @@ from minitui.tui.line_filters import VisibleLines
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, cells, cut, plain
 from minitui.visible import json_text, visible, visible_line
-from tests.support.chat_file import open_chats
-from tests.support.golden import INFO, make_engine
-from tests.support.hostile import EVIL, EVIL_FILE, MARKDOWN, SURROGATE, assert_plain, hostile_app
-from tests.support.terminal import Terminal, python
+from tests.support.app.chat_file import open_chats
+from tests.support.app.hostile import EVIL, EVIL_FILE, MARKDOWN, SURROGATE, assert_plain, hostile_app
+from tests.support.app.terminal import Terminal, python
+from tests.support.records.golden import INFO, make_engine
 
 
 def test_what_controls_a_terminal_becomes_a_sign_and_all_else_stays():
@@ -96,7 +96,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_application_shows_hostile_text_as_signs(home: Path):
-    terminal = Terminal(python("-m", "tests.support.hostile", "app"), home)
+    terminal = Terminal(python("-m", "tests.support.app.hostile", "app"), home)
     terminal.until("Ask, or / for commands")
     terminal.until("no request")
     terminal.type("\x1b[200~pasted \u202ereversed\x1b[201~")
@@ -176,7 +176,7 @@ TITLES = ("border_title", "border_subtitle", "tooltip")
 
 @pytest.mark.parametrize(("arguments", "expected"), [("ask x --fail", 1), ("ask x --json", 0), ("tail", 0)])
 def test_a_command_with_a_hostile_model_writes_plain_bytes(home: Path, arguments: str, expected: int):
-    terminal = Terminal(python("-m", "tests.support.hostile", *arguments.split()), home)
+    terminal = Terminal(python("-m", "tests.support.app.hostile", *arguments.split()), home)
     if arguments == "tail":
         terminal.until("Type a question")
         terminal.type("why?\n\x04")

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from minitui.tui.terminal import takes_unicode
-from tests.support.terminal import Terminal, python
+from tests.support.app.terminal import Terminal, python
 
 READY = "256 blocks of 16"
 
 
 @pytest.fixture
 def app(tmp_path: Path) -> Iterator[Terminal]:
-    terminal = Terminal(python("-m", "tests.support.pty_host"), tmp_path)
+    terminal = Terminal(python("-m", "tests.support.app.pty_host"), tmp_path)
     terminal.until(READY)
     assert terminal.left_on()  # it does take the terminal over
     assert not terminal.flags() & termios.ICANON
@@ -71,7 +71,7 @@ def test_a_signal_in_the_middle_of_an_answer_closes_it_too(app: Terminal):
 
 
 def test_two_signals_end_it_at_once_even_while_it_hangs(tmp_path: Path):
-    terminal = Terminal(python("-m", "tests.support.pty_host", "--hang"), tmp_path)
+    terminal = Terminal(python("-m", "tests.support.app.pty_host", "--hang"), tmp_path)
     terminal.until(READY)
     terminal.type("x\r")  # its event loop stands still now
     terminal.pump(0.5)
@@ -92,7 +92,7 @@ def test_a_terminal_without_unicode_is_drawn_in_ascii_and_nothing_takes_more_pla
 
 
 def test_a_crash_gives_the_terminal_back(tmp_path: Path):
-    terminal = Terminal(python("-m", "tests.support.pty_host", "--crash"), tmp_path)
+    terminal = Terminal(python("-m", "tests.support.app.pty_host", "--crash"), tmp_path)
     terminal.until(READY)
     terminal.type("x\r")
     assert terminal.ended() == 1
@@ -105,7 +105,7 @@ def test_ctrl_z_gives_the_shell_back_and_fg_returns_to_the_chat(tmp_path: Path):
     shell = Terminal(["bash", "--norc", "--noprofile", "-i"], tmp_path, PS1="shell$ ", HISTFILE="")
     shell.until("shell$")
     shell.type("bind 'set enable-bracketed-paste off'\r")
-    shell.type(" ".join(python("-m", "tests.support.pty_host")) + "\r")
+    shell.type(" ".join(python("-m", "tests.support.app.pty_host")) + "\r")
     shell.until(READY)
     shell.type("half a ques")
     shell.until("half a ques")
@@ -136,7 +136,7 @@ def test_nothing_is_written_after_the_last_restore(tmp_path: Path):
 
 
 def test_a_signal_before_the_first_picture_restores_the_terminal(tmp_path: Path):
-    terminal = Terminal(python("-m", "tests.support.pty_host", "--slow-mount"), tmp_path)
+    terminal = Terminal(python("-m", "tests.support.app.pty_host", "--slow-mount"), tmp_path)
     end = time.monotonic() + 60
     while not terminal.left_on():
         assert terminal.pump() and time.monotonic() < end

@@ -1,6 +1,6 @@
 """Runs the kernels of the gated delta rule in Triton's interpreter, on the CPU, and prints how far each case is off.
 
-    TRITON_INTERPRET=1 python -m tests.support.interpreted_delta
+    TRITON_INTERPRET=1 python -m tests.support.kernels.interpreted_delta
 
 prints one line of JSON: {case: {"conv", "out", "state": relative errors, "wrong": what else is wrong}}. In float32: the
 interpreter cannot multiply bfloat16.

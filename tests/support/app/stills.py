@@ -21,8 +21,8 @@ from engine.core.step import StepPlan
 from engine.trace.records import RecordLog
 from minitui.tui.app import MinituiApp
 from minitui.viewmodel.updater import Updater
-from tests.support.driving import settled
-from tests.support.fake_client import FakeSource, ScriptedRunner
+from tests.support.app.driving import settled
+from tests.support.app.fake_client import FakeSource, ScriptedRunner
 from tests.support.paths import SNAPSHOTS
 
 SIZES = [(80, 24), (120, 36)]

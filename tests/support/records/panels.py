@@ -12,7 +12,7 @@ from minitui.dev.simulator import Load
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.view import View
-from tests.support.simulated import LiveStress, StressApp
+from tests.support.records.simulated import LiveStress, StressApp
 
 
 def body(panel: LinePanel, view: View, width: int, height: int) -> list[str]:

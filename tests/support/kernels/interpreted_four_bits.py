@@ -1,6 +1,6 @@
 """Runs the kernels of 4-bit weights in Triton's interpreter, on the CPU, and prints how far each product is off.
 
-    TRITON_INTERPRET=1 python -m tests.support.interpreted_four_bits
+    TRITON_INTERPRET=1 python -m tests.support.kernels.interpreted_four_bits
 
 prints one line of JSON: {case: {product: relative error}}. The interpreter cannot multiply bfloat16, so activations of
 several tokens are float32. It cuts numbers off when it makes bfloat16, so "norm" and "expand" are off by 0.01.

@@ -20,9 +20,15 @@ from engine.params import SamplingParams
 from engine.process.heartbeat import Condition
 from engine.text.output import Delta, OutputProcessor
 from engine.trace.records import Record
+from minitui.chat.conversation import Sampling
 from minitui.sources.base import Source
 
 START, END, VOCABULARY = 256, 257, 258
+
+
+def sampling(max_tokens: int) -> Sampling:
+    """Greedy sampling: every run writes the same text."""
+    return Sampling(temperature=0.0, max_tokens=max_tokens)
 
 
 class ByteCodec:

@@ -1,5 +1,5 @@
-"""The application over the scripted source, for the tests that need a real terminal. `python -m tests.support.pty_host
-[SECONDS A STEP] [--crash | --hang | --slow-mount]`"""
+"""The application over the scripted source, for the tests that need a real terminal. `python -m
+tests.support.app.pty_host [SECONDS A STEP] [--crash | --hang | --slow-mount]`"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minitui.cli.launch import show
 from minitui.settings import Settings
 from minitui.tui.app import MinituiApp
 from minitui.tui.terminal import TerminalGuard
-from tests.support.fake_client import ByteCodec, FakeSource
+from tests.support.app.fake_client import ByteCodec, FakeSource
 
 
 class CrashingApp(MinituiApp):

@@ -1,6 +1,6 @@
 """Text that attacks the terminal, what it must never become, and the application full of it. `python -m
-tests.support.hostile app` runs the application over a model, a server and a chat file that all speak hostile text;
-`python -m tests.support.hostile COMMAND …` is the command line with such a model."""
+tests.support.app.hostile app` runs the application over a model, a server and a chat file that all speak hostile text;
+`python -m tests.support.app.hostile COMMAND …` is the command line with such a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minitui.cli import main as cli
 from minitui.settings import Settings
 from minitui.tui.app import MinituiApp
 from minitui.tui.terminal import TerminalGuard
-from tests.support.fake_client import ByteCodec, FakeSource
+from tests.support.app.fake_client import ByteCodec, FakeSource
 
 EVIL = (
     "E\x1b[31;9mVIL\x1b]0;title\x07\x1b]52;c;T1dORUQ=\x07\x1bPq\x1b\\\x1b[2J\x9b2J\x9d0;title\x9c\x08\x0c\x0e\x7f\x85"

@@ -1,5 +1,5 @@
-"""The golden trace: fixed seeds on the simulated device, and a clock that counts. python -m tests.support.golden writes
-tests/golden.trace anew, after a change of the scheduler that is meant"""
+"""The golden trace: fixed seeds on the simulated device, and a clock that counts. `python -m
+tests.support.records.golden` writes golden.trace anew, after a change of the scheduler that is meant."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Applications under test: a source in this process, a pilot, a pseudo-terminal, pictures."""

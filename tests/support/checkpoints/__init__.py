@@ -1,0 +1,1 @@
+"""Checkpoints, quantised files and templates that tests write."""

@@ -1,0 +1,1 @@
+"""Kernels compiled for other cards or run by an interpreter, and ranks as threads."""

@@ -1,0 +1,1 @@
+"""Recordings, simulated loads, and views and panels over them."""
