@@ -73,7 +73,7 @@ def step_logits(runner: Any, plan: StepPlan) -> torch.Tensor:
         return steps.forward(plan, steps.build_inputs(plan))[0]
 
 
-PROCESSORS = ["this", "vnni", "avx512", "avx2", "none", "without llvmlite", "without GNU OpenMP"]
+PROCESSORS = ["this", "vnni", "avx512", "avxvnni", "avx2", "none", "without llvmlite", "without GNU OpenMP"]
 
 
 def needs_kernels(kind: str = "none") -> None:
@@ -99,7 +99,7 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if name == "without GNU OpenMP":
         monkeypatch.setattr(library, "OPENMP", ("GOMP_that_no_library_has",))
     elif name != "this":
-        needed = {"vnni": "avx512vnni", "avx512": "avx512bw", "avx2": "avx2", "none": None}[name]
+        needed = {"vnni": "avx512vnni", "avx512": "avx512bw", "avxvnni": "avxvnni", "avx2": "avx2", "none": None}[name]
         if needed and not llvm.get_host_cpu_features().get(needed):
             pytest.skip(f"this processor has no {needed}")
         monkeypatch.setenv("MINITUI_CPU", name)

@@ -17,6 +17,7 @@ TAKEN = {  # value of MINITUI_CPU -> how the names of the features begin that ar
     "": (),
     "vnni": ("avx10", "amx", "avx512bf16", "avx512fp16"),
     "avx512": ("avx10", "amx", "avx512bf16", "avx512fp16", "avx512vnni", "avxvnni"),
+    "avxvnni": ("avx10", "amx", "avx512"),
     "avx2": ("avx10", "amx", "avx512", "avxvnni"),
     "none": ("",),
 }
@@ -44,7 +45,9 @@ class Features:
         if self.x86:
             if {"avx512vnni", "avx512vl"} <= self.names:
                 return "vnni"
-            return "avx512" if {"avx512bw", "avx512vl"} <= self.names else "avx2"
+            if {"avx512bw", "avx512vl"} <= self.names:
+                return "avx512"
+            return "avxvnni" if "avxvnni" in self.names else "avx2"
         return "dotprod" if "dotprod" in self.names else "plain"
 
     @property

@@ -13,13 +13,13 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.kernels.cpu.byte_products import dot
+from engine.kernels.cpu.byte_products import SmallSums
 from engine.kernels.cpu.emit import F32, I8, I16, I32, I64, Kernel
 from engine.kernels.cpu.grouped import LANES, Call
 
 PART = 32  # numbers of f(x) with a common scale, and the smallest group of weights
 ROWS = {  # products of bytes -> rows of x in registers at a time
-    "vnni": (8, 4, 2, 1), "avx512": (4, 2, 1), "avx2": (2, 1), "dotprod": (4, 2, 1), "plain": (2, 1),
+    "vnni": (8, 4, 2, 1), "avx512": (4, 2, 1), "avxvnni": (2, 1), "avx2": (2, 1), "dotprod": (4, 2, 1), "plain": (2, 1),
 }
 
 
@@ -61,10 +61,8 @@ class FourBitForm:
             scale = numbers_at(c.scales, group)
             offset = numbers_at(c.offsets, group) if self._offsets else None
             at = b.add(begin, b.mul(part, I64(PART * LANES // 2)))
-            sums: list[Any] = []
-            for r in range(rows):
-                minus = b.read(part_sums, b.add(first_part[r], part), I32)
-                sums.append(b.every(minus, b.ints))
+            minus = [b.read(part_sums, b.add(first, part), I32) for first in first_part]
+            sums = [SmallSums(b, self._kind, b.every(each, b.ints)) for each in minus]
             for step in range(PART // 8):
                 both = b.load(b.at(c.weight, b.add(at, I64(step * 4 * LANES)), I8), typ=b.ints, align=1)
                 mask = b.all_ints(0x0F0F0F0F)
@@ -72,10 +70,10 @@ class FourBitForm:
                     for r in range(rows):
                         k = b.add(b.mul(part, I64(PART)), I64(step * 8 + high * 4))
                         four = b.every(b.load(b.at(x8, b.add(x_at[r], k), I8), typ=I32, align=1), b.ints)
-                        sums[r] = dot(b, self._kind, sums[r], numbers, four, signed=False)
+                        sums[r].add(numbers, four)
             for r in range(rows):
                 at_part = b.add(first_part[r], part)
-                total = b.sitofp(sums[r], b.floats)
+                total = b.sitofp(sums[r].total(), b.floats)
                 if offset is not None:
                     plain = b.fmul(b.sitofp(b.read(part_sums, at_part, I32), F32), F32(-0.125))
                     total = b.fma(offset, b.all_lanes(plain), total)

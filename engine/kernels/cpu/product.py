@@ -23,8 +23,8 @@ from engine.kernels.cpu.emit import BF16, F32, I8, I16, I32, I64, PTR, Kernel
 from engine.kernels.cpu.features import Features
 
 GROUPS = {  # integers, vectors that fit into registers -> (rows of x, rows of the weight) in registers at a time
-    (False, 32): ((8, 2), (4, 4), (2, 4), (1, 1)), (False, 16): ((4, 2), (2, 2), (1, 1)),
-    (True, 32): ((6, 4), (4, 4), (2, 4), (1, 1)), (True, 16): ((2, 4), (1, 1)),
+    (False, 32): ((8, 2), (4, 4), (2, 4), (1, 1)), (False, 16): ((4, 2), (2, 4), (1, 4)),
+    (True, 32): ((6, 4), (4, 4), (2, 4), (1, 4)), (True, 16): ((4, 2), (2, 4), (1, 4)),
 }
 BLOCK = 4  # rows of the weight per round of the inner loop
 ROWS_AT_ONCE = 64  # rows of x per round of the outer loop: they stay in the cache
@@ -126,7 +126,7 @@ def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: 
             return multiply_pairs(b, total, w, row)
         if not integers:
             return b.fma(row, w, total)
-        return dot(b, has.dot, total, w, row, signed=True)
+        return dot(b, has.dot, total, w, row)
 
     def spread(value: Any, count: int) -> Any:
         return b.every(value, ir.VectorType(value.type, count)) if count > 1 else value

@@ -335,7 +335,7 @@ def test_a_product_with_4_bits_is_that_of_the_rounded_matrices(
 
     monkeypatch.setattr(compiled, "ROWS_AT_ONCE", 4)
     assert torch.equal(linear(x, weight, torch.ones(80)), product)
-    for name in ("vnni", "avx512", "avx2"):  # whole sums are the same, so all bits are
+    for name in ("vnni", "avx512", "avxvnni", "avx2"):  # whole sums are the same, so all bits are
         monkeypatch.setenv("MINITUI_CPU", name)
         assert torch.equal(linear(x, weight, torch.ones(80)), product)
     monkeypatch.setattr(compiled, "features", lambda: replace(features(), x86=False))
@@ -344,6 +344,7 @@ def test_a_product_with_4_bits_is_that_of_the_rounded_matrices(
 
 @pytest.mark.parametrize(("triple", "cpu", "names", "has", "lacks"), [
     ("aarch64-unknown-linux-gnu", "neoverse-n1", "neon dotprod", "sdot", "smmla"),
+    ("x86_64-unknown-linux-gnu", "alderlake", "avx2 avxvnni", "vpdpbusd", "zmm"),
     ("x86_64-unknown-linux-gnu", "skylake-avx512", "avx2 avx512f avx512bw avx512vl", "vpmaddubsw", "vpdpbusd"),
     ("x86_64-unknown-linux-gnu", "icelake-server", "avx512f avx512bw avx512vl avx512vnni", "vpdpbusd", "vpmaddubsw"),
 ])
