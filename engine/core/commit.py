@@ -45,13 +45,14 @@ class Committer:
                 end = len(request.ids)
                 if drawn < 0:
                     bad.add(i)
-            failed = request.grammar.failed if sampled and request.grammar is not None else ""
+            ids, grammar = request.ids, request.grammar
+            failed = grammar.failed if sampled and grammar is not None else ""
             if sampled and i not in bad and not failed:
                 token = drawn
-                request.ids.append(token)
-                if token in request.stop_ids or (request.grammar is not None and request.grammar.advance(token)):
+                ids.append(token)
+                if token in request.stop_ids or (grammar is not None and grammar.advance(token)):
                     reason = "stop"
-                elif len(request.ids) >= request.max_total:
+                elif len(ids) >= request.max_total:
                     reason = "length"
             elif sampled:
                 masked = failed or dead_end(request)

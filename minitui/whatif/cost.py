@@ -114,16 +114,15 @@ Graphs = dict[str, Any]  # EngineInfo.graphs
 
 
 class RecordedSteps(NamedTuple):
-    """Recorded steps of a kind, sorted by size and then by fitted time. `multiples`: of the fitted times."""
+    """Recorded steps of a kind, sorted by size and then by fitted time. `like`: in rows, their fitted times, numbers of
+    rows and longest texts. `multiples`: of the fitted times."""
 
     sizes: list[int]
-    times: np.ndarray
-    rows: np.ndarray
-    longest: np.ndarray
-    multiples: np.ndarray
+    like: np.ndarray
+    multiples: list[float]
 
 
-AS_FITTED = RecordedSteps([1], *np.array([[0.0], [1.0], [1.0], [1.0]]))  # no step deviates
+AS_FITTED = RecordedSteps([1], np.array([[0.0], [1.0], [1.0]]), [1.0])  # no step deviates
 
 
 class StepPath(NamedTuple):
@@ -165,8 +164,8 @@ class Deviations:
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        self._used = [np.zeros(len(recorded.sizes)) for recorded in costs.recorded]
-        self._longest = max(1, *(int(recorded.longest.max()) for recorded in costs.recorded))
+        self._used = [[0] * len(recorded.sizes) for recorded in costs.recorded]
+        self._longest = max(1.0, *(recorded.like[2].max() for recorded in costs.recorded))
         self._steps = self._stalled = 0
         self.extrapolated = False  # no recorded step had about as many rows as the last one
 
@@ -180,23 +179,22 @@ class Deviations:
         if end - first < FEW:
             first, end = 0, len(sizes)
         elif end - first > CONSIDERED:
-            middle = first + int(np.searchsorted(recorded.times[first:end], fitted))
+            middle = first + int(np.searchsorted(recorded.like[0, first:end], fitted))
             first = max(first, min(middle - CONSIDERED // 2, end - CONSIDERED))
             end = first + CONSIDERED
-        of = slice(first, end)
-        unlike = np.abs(recorded.times[of] - fitted) / max(fitted, 1e-9)
-        unlike += UNLIKE_LONGEST / self._longest * np.abs(recorded.longest[of] - path.longest)
-        unlike += UNLIKE_ROWS / max(1, path.rows) * np.abs(recorded.rows[of] - path.rows)
-        near = np.argpartition(unlike, NEAR)[:NEAR] if len(unlike) > NEAR else np.arange(len(unlike))
-        used = self._used[path.kind][of]
-        at = int(near[np.argmin(used[near] + unlike[near] / (1 + unlike[near].max()))])
+        weights = np.array((1 / max(fitted, 1e-9), UNLIKE_ROWS / max(1, path.rows), UNLIKE_LONGEST / self._longest))
+        step = np.array(((fitted,), (path.rows,), (path.longest,)))
+        unlike = weights @ np.abs(recorded.like[:, first:end] - step)
+        near = unlike.argpartition(NEAR)[:NEAR] if len(unlike) > NEAR else np.arange(len(unlike))
+        used = self._used[path.kind]
+        _, _, at = min((used[first + i], unlike[i], first + i) for i in near.tolist())
         used[at] += 1
         self._steps += 1
         stall = 0.0
         if self._steps * len(costs.stalls) > (self._stalled + 0.5) * costs.steps:
             stall = costs.stalls[self._stalled % len(costs.stalls)]
             self._stalled += 1
-        return fitted * float(recorded.multiples[first + at]) + stall
+        return fitted * recorded.multiples[at] + stall
 
 
 def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
@@ -253,7 +251,7 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
         stalled &= stalled.mean() <= RARE  # else such steps are slow for a reason that the fit does not have
         stalls[of] = (multiples[of] - usual_multiples) * fitted[of] * stalled
         used = np.where(stalled, usual_multiples, multiples[of])
-        recorded.append(RecordedSteps(sizes[of].tolist(), fitted[of], rows[of], texts[of], used))
+        recorded.append(RecordedSteps(sizes[of].tolist(), np.array((fitted, rows, texts))[:, of], used.tolist()))
     return Costs(
         own.tolist(), of_host.tolist(), overlap, parallel, work.max(axis=0).tolist(), len(at),
         float(np.median(np.abs(multiples - 1))), stalls[stalls > 0].tolist(), recorded, no_graph, graphs,
