@@ -93,6 +93,8 @@ def replay(
     are there only with --requests: explaining the waits of 10,000 requests takes a minute, their figures seconds.
     --sweep --json has "points" with their "figures".
     """
+    if requests and (what_if is None or not json):
+        raise EngineError("--requests belongs to --what-if with --json")
     if what_if is not None or sweep is not None:
         from minitui.cli import whatif
 
@@ -101,8 +103,8 @@ def replay(
         if what_if is not None:
             raise typer.Exit(whatif.run_what_if(trace, what_if, arrivals, json, requests, looks))
         raise typer.Exit(whatif.run_sweep(trace, str(sweep), arrivals, json, out))
-    if json or requests or arrivals != "recorded":
-        raise EngineError("--json, --requests and --arrivals belong to --what-if and --sweep")
+    if json or arrivals != "recorded":
+        raise EngineError("--json and --arrivals belong to --what-if and --sweep")
     if trace is None:
         run_list()
     elif export is None:

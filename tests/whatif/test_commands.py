@@ -93,6 +93,7 @@ def test_advice_names_the_setting_with_the_best_goodput(tmp_path):
     (("replay", "vllm-8b", "--what-if", "pool=2"), "no setting 'pool'"),
     (("replay", "vllm-8b", "--what-if", "seqs=2", "--arrivals", "later"), "recorded or closed"),
     (("replay", "vllm-8b", "--json"), "belong to --what-if"),
+    (("replay", "vllm-8b", "--what-if", "seqs=2", "--requests"), "belongs to --what-if with --json"),
     (("advise", "vllm-8b", "--goal", "fast=1"), "not a list of goals"),
 ])
 def test_errors_are_sentences(arguments, why):
