@@ -49,59 +49,24 @@ def _layer_types(random: Random, layers: int) -> dict[str, Any]:
     return {"layer_types": kinds}
 
 
+def _window(random: Random) -> dict[str, Any]:
+    return {"sliding_window": random.choice([3, 11])}
+
+
 def _rope(random: Random) -> dict[str, Any]:
     scaling = random.choice([None, YARN, LLAMA3, LINEAR])
     return _maybe(random, rms_norm_eps=1e-4, rope_theta=5000.0, rope_scaling=scaling)
 
 
-def _llama(random: Random, layers: int) -> dict[str, Any]:
-    return _maybe(random, attention_bias=True, mlp_bias=True) | _rope(random)
-
-
-def _mistral(random: Random, layers: int) -> dict[str, Any]:
-    return _rope(random) | {"sliding_window": random.choice([3, 11])} | _layer_types(random, layers)
-
-
 def _qwen(random: Random, layers: int) -> dict[str, Any]:
-    fields = {"use_sliding_window": True, "sliding_window": random.choice([3, 11])} | _rope(random)
+    fields = {"use_sliding_window": True} | _window(random) | _rope(random)
     return fields | _maybe(random, max_window_layers=random.choice([0, 1])) | _layer_types(random, layers)
-
-
-def _qwen2(random: Random, layers: int) -> dict[str, Any]:
-    return _qwen(random, layers) | {"head_dim": 16}
-
-
-def _qwen3(random: Random, layers: int) -> dict[str, Any]:
-    return _qwen(random, layers) | _maybe(random, attention_bias=True)
 
 
 def _qwen3_moe(random: Random, layers: int) -> dict[str, Any]:
     fields = {"norm_topk_prob": random.random() < 0.5, "decoder_sparse_step": random.choice([1, 2]), **SMALL_EXPERTS}
-    window = {"use_sliding_window": True, "sliding_window": random.choice([3, 11])}
+    window = {"use_sliding_window": True} | _window(random)
     return _rope(random) | fields | _maybe(random, attention_bias=True) | _maybe(random, **window)
-
-
-def _granite(random: Random, layers: int) -> dict[str, Any]:
-    return _maybe(
-        random, embedding_multiplier=random.choice([12.0, 0.7]), residual_multiplier=0.22, logits_scaling=8.0,
-        mlp_bias=True, attention_bias=True, rope_theta=5000.0, rope_scaling=LLAMA3,
-    ) | {"attention_multiplier": random.choice([0.015625, 0.3]), "head_dim": 16}
-
-
-def _seed_oss(random: Random, layers: int) -> dict[str, Any]:
-    return _maybe(
-        random, attention_bias=random.random() < 0.5, attention_out_bias=True, mlp_bias=True, rope_theta=1e5,
-        rope_scaling=random.choice([YARN, LINEAR]),
-    )
-
-
-def _cwm(random: Random, layers: int) -> dict[str, Any]:
-    window = {"sliding_window": random.choice([3, 11])}
-    return _maybe(random, rope_scaling=LLAMA3) | _layer_types(random, layers) | window
-
-
-def _ministral(random: Random, layers: int) -> dict[str, Any]:
-    return _layer_types(random, layers) | {"sliding_window": random.choice([3, 11])}
 
 
 def _ministral3(random: Random, layers: int) -> dict[str, Any]:
@@ -121,12 +86,6 @@ def _smollm3(random: Random, layers: int) -> dict[str, Any]:
     return fields | {"head_dim": 16}
 
 
-def _mixtral(random: Random, layers: int) -> dict[str, Any]:
-    return {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40} | _maybe(
-        random, sliding_window=random.choice([None, 9]), rope_theta=5000.0
-    )
-
-
 def _phi3(random: Random, layers: int) -> dict[str, Any]:
     share = random.choice([0.5, 0.75, 1.0])
     fields: dict[str, Any] = {"head_dim": ..., "original_max_position_embeddings": 128}
@@ -138,18 +97,10 @@ def _phi3(random: Random, layers: int) -> dict[str, Any]:
     return fields
 
 
-def _olmo(random: Random, layers: int) -> dict[str, Any]:
-    return _maybe(random, attention_bias=True) | {"head_dim": 16}
-
-
 def _olmo3(random: Random, layers: int) -> dict[str, Any]:
     scaling = {key: value for key, value in YARN.items() if key != "rope_theta"}
     fields = _maybe(random, attention_bias=True, rope_scaling=scaling)
     return fields | _layer_types(random, layers) | {"head_dim": 16, "sliding_window": random.choice([3, 11])}
-
-
-def _glm4(random: Random, layers: int) -> dict[str, Any]:
-    return _maybe(random, attention_bias=False, partial_rotary_factor=random.choice([0.25, 1.0]), rope_theta=5000.0)
 
 
 def _gemma2(random: Random, layers: int) -> dict[str, Any]:
@@ -229,14 +180,6 @@ def _qwen3_next(random: Random, layers: int) -> dict[str, Any]:
     return fields
 
 
-def _stablelm(random: Random, layers: int) -> dict[str, Any]:
-    return {"head_dim": ...} | _maybe(random, use_qkv_bias=True, partial_rotary_factor=0.5, layer_norm_eps=1e-4)
-
-
-def _starcoder2(random: Random, layers: int) -> dict[str, Any]:
-    return {"head_dim": ...} | _maybe(random, use_bias=random.random() < 0.5, sliding_window=7, norm_epsilon=1e-4)
-
-
 def _gpt_oss(random: Random, layers: int) -> dict[str, Any]:
     fields = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "sliding_window": 9}
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
@@ -268,13 +211,41 @@ class InDouble(TorchFunctionMode):
         return in_double
 
 
-FAMILIES = {
-    "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
-    "granite": _granite, "seed_oss": _seed_oss, "cwm": _cwm, "ministral": _ministral, "ministral3": _ministral3,
-    "smollm3": _smollm3, "mixtral": _mixtral, "phi3": _phi3, "olmo2": _olmo, "olmo3": _olmo3, "glm4": _glm4,
-    "gemma2": _gemma2, "gemma3_text": _gemma3, "stablelm": _stablelm, "starcoder2": _starcoder2, "gpt_oss": _gpt_oss,
-    "qwen3_5_text": _gated_delta, "qwen3_5_moe_text": _gated_delta_experts, "qwen3_next": _qwen3_next,
-    "gemma4_text": _gemma4, "gemma4_unified_text": _gemma4_unified,
+FAMILIES: dict[str, Callable[[Random, int], dict[str, Any]]] = {  # the fields beside SMALL, of so many layers
+    "llama": lambda random, layers: _maybe(random, attention_bias=True, mlp_bias=True) | _rope(random),
+    "mistral": lambda random, layers: _rope(random) | _window(random) | _layer_types(random, layers),
+    "qwen2": lambda random, layers: _qwen(random, layers) | {"head_dim": 16},
+    "qwen3": lambda random, layers: _qwen(random, layers) | _maybe(random, attention_bias=True),
+    "qwen3_moe": _qwen3_moe,
+    "granite": lambda random, layers: _maybe(
+        random, embedding_multiplier=random.choice([12.0, 0.7]), residual_multiplier=0.22, logits_scaling=8.0,
+        mlp_bias=True, attention_bias=True, rope_theta=5000.0, rope_scaling=LLAMA3,
+    ) | {"attention_multiplier": random.choice([0.015625, 0.3]), "head_dim": 16},
+    "seed_oss": lambda random, layers: _maybe(
+        random, attention_bias=random.random() < 0.5, attention_out_bias=True, mlp_bias=True, rope_theta=1e5,
+        rope_scaling=random.choice([YARN, LINEAR]),
+    ),
+    "cwm": lambda random, layers: _window(random) | _maybe(random, rope_scaling=LLAMA3) | _layer_types(random, layers),
+    "ministral": lambda random, layers: _layer_types(random, layers) | _window(random),
+    "ministral3": _ministral3, "smollm3": _smollm3,
+    "mixtral": lambda random, layers: {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40
+    } | _maybe(random, sliding_window=random.choice([None, 9]), rope_theta=5000.0),
+    "phi3": _phi3,
+    "olmo2": lambda random, layers: _maybe(random, attention_bias=True) | {"head_dim": 16},
+    "olmo3": _olmo3,
+    "glm4": lambda random, layers: _maybe(
+        random, attention_bias=False, partial_rotary_factor=random.choice([0.25, 1.0]), rope_theta=5000.0
+    ),
+    "gemma2": _gemma2, "gemma3_text": _gemma3,
+    "stablelm": lambda random, layers: {"head_dim": ...} | _maybe(
+        random, use_qkv_bias=True, partial_rotary_factor=0.5, layer_norm_eps=1e-4
+    ),
+    "starcoder2": lambda random, layers: {"head_dim": ...} | _maybe(
+        random, use_bias=random.random() < 0.5, sliding_window=7, norm_epsilon=1e-4
+    ),
+    "gpt_oss": _gpt_oss, "qwen3_5_text": _gated_delta, "qwen3_5_moe_text": _gated_delta_experts,
+    "qwen3_next": _qwen3_next, "gemma4_text": _gemma4, "gemma4_unified_text": _gemma4_unified,
 }
 
 
