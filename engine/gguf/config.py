@@ -55,7 +55,10 @@ def _config(header: Header, family: Family) -> dict[str, Any]:
         return header.get(f"{kind}.{key}", int, default)
 
     hidden, heads, layers = whole("embedding_length"), whole("attention.head_count"), whole("block_count")
-    layers -= whole("nextn_predict_layers", 0)  # of the MTP head, behind the others; it is not read
+    drafts = whole("nextn_predict_layers", 0)  # layers of the MTP head, behind the others; they are not read
+    layers -= drafts
+    if drafts and not any(name.startswith("blk.0.") for name in header.tensors):
+        raise header.error("has only the layers that predict later tokens (mtp): give the GGUF file of the model")
     if heads < 1 or hidden < 1 or not 0 < layers <= MOST_LAYERS:
         raise header.error(f"has {layers} layers with {heads} heads and an embedding of {hidden}: download it again")
     embedding = header.tensors.get("token_embd.weight")

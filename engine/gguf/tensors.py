@@ -76,7 +76,7 @@ def outputs(header: Header, family: Family, config: dict[str, Any]) -> list[Outp
         if ".experts." in module:
             if not inner or rows != (config.get("num_experts") or config.get("num_local_experts")):
                 raise header.error(f"has {rows} experts in {shown(tensor.name)}, not expert_count: download it again")
-            if family.arch.uneven:  # one tensor in the checkpoint, too
+            if family.arch.uneven or owner == "gate_up_proj":  # one tensor in the checkpoint, too
                 found.append(Output((module,), kind, tensor.shape, (tensor,), 1))
                 continue
             if family.arch.clamped:

@@ -25,7 +25,7 @@ from engine.model.rope import rope_table
 from tests.support import paths
 from tests.support.checkpoints.gguf_files import ARCHITECTURES, HELD, no_tokenizer, write_gguf
 from tests.support.families import LLAMA3, checkpoint
-from tests.support.models import load_decoder
+from tests.support.models import load_decoder, rewrite
 
 gguf = pytest.importorskip("gguf")
 SEEDS = range(1, 1 + int(os.environ.get("FAMILY_CONFIGS", "1")))
@@ -82,6 +82,29 @@ def test_quantised_and_16_bit_files_are_close(kind: str, tmp_path: Path) -> None
         assert bool(blocks) == (form == "MXFP4" and kind == "gpt_oss")
         for ours, other in zip(parameters, load_decoder(theirs).slots(), strict=True):
             assert (other.view - ours).norm() <= close * ours.norm(), other.name
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+def test_files_may_have_the_head_for_later_tokens_and_experts_in_one_tensor(kind: str, tmp_path: Path) -> None:
+    """As the converter writes them from published checkpoints, and with --fuse-gate-up-exps."""
+    directory = made(kind, 0, tmp_path / "model")
+    theirs = resolve_model(str(write_gguf(directory, tmp_path / "model.gguf", fused=True, next_layers=2)))
+    found = read_model_config(theirs)
+    assert without_positions(found) == without_positions(read_model_config(directory))
+    stacked = [name for name in load_file(theirs / "model.safetensors") if name.endswith(".experts.gate_up_proj")]
+    assert len(stacked) == (found.num_layers if found.experts else 0)
+    for ours, other in zip(load_decoder(directory).slots(), load_decoder(theirs).slots(), strict=True):
+        torch.testing.assert_close(other.view, ours.view, rtol=1e-6, atol=1e-6, msg=ours.name)
+
+
+def test_a_file_with_only_the_head_for_later_tokens_is_refused(tmp_path: Path) -> None:
+    """The converter writes mtp-NAME.gguf with --mtp."""
+    directory = made("qwen3_5_text", 0, tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    rewrite(directory, lambda held: [held.pop(name) for name in tensors if ".layers." in name])
+    path = write_gguf(directory, tmp_path / "mtp.gguf", next_layers=1)
+    with pytest.raises(CheckpointError, match="has only the layers that predict later tokens"):
+        resolve_model(str(path), weights=False)
 
 
 def test_what_the_family_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -68,10 +68,13 @@ def finish(writer: Any) -> None:
 
 
 class Converter:
-    """Writes one file. `fields`: the config.json, completed by transformers."""
+    """Writes one file. `fields`: the config.json, completed by transformers. `fused`: gates and ups of experts are one
+    tensor. `next_layers`: of the head that predicts the token after the next."""
 
-    def __init__(self, path: Path, fields: dict[str, Any]) -> None:
+    def __init__(self, path: Path, fields: dict[str, Any], fused: bool = False, next_layers: int = 0) -> None:
         import gguf
+
+        self.fused, self.next_layers = fused, next_layers
 
         self.gguf, self.fields, self.kind = gguf, fields, fields["model_type"]
         self.arch = ARCHITECTURES[self.kind]
@@ -83,7 +86,9 @@ class Converter:
         writer, fields = self.writer, self.fields
         heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
         head_dim = fields.get("head_dim") or hidden // heads
-        add_sizes(writer, fields)
+        add_sizes(writer, fields | {"num_hidden_layers": fields["num_hidden_layers"] + self.next_layers})
+        if self.next_layers:
+            writer.add_nextn_predict_layers(self.next_layers)
         if "rms_norm_eps" in fields:
             writer.add_layer_norm_rms_eps(fields["rms_norm_eps"])
         else:
@@ -219,6 +224,14 @@ class Converter:
                 experts.setdefault(f"{before}.experts.{rest}", {})[int(number)] = tensor
             else:
                 self._add(f"{name}.weight" if name.endswith("sinks") else name, tensor, kind)
+        for i in range(self.next_layers):
+            layer = self.fields["num_hidden_layers"] + i
+            for part in ("attn_norm", "attn_q", "ffn_gate_exps", "nextn.eh_proj", "nextn.enorm"):
+                self.writer.add_tensor(f"blk.{layer}.{part}.weight", np.ones((2, 32), np.float32))
+        for name in [each for each in experts if self.fused and each.endswith("gate_proj.weight")]:
+            gates, ups = experts.pop(name), experts.pop(name.replace("gate_proj", "up_proj"))
+            joined = {number: torch.cat((gates[number], ups[number])) for number in gates}
+            experts[name.replace("gate_proj", "gate_up_proj")] = joined
         for name, parts in experts.items():
             if self.kind == "mixtral":
                 name = name.replace("model.layers", "layers").replace("block_sparse_moe", "feed_forward")
@@ -291,15 +304,16 @@ class Converter:
 
 
 
-def write_gguf(directory: Path, path: Path, kind: str = "F32", tokenizer: Any = None) -> Path:
-    """Write the checkpoint in a directory as a GGUF file. `tokenizer`: adds its metadata to a writer."""
+def write_gguf(directory: Path, path: Path, kind: str = "F32", tokenizer: Any = None, **options: Any) -> Path:
+    """Write the checkpoint in a directory as a GGUF file. `tokenizer`: adds its metadata to a writer. `options`: of
+    Converter."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory)
     fields = config.to_dict()
     if fields["model_type"].startswith("gemma4"):  # transformers turns the fields of both kinds of layers into others
         fields |= json.loads((directory / "config.json").read_text())
-    converter = Converter(path, fields)
+    converter = Converter(path, fields, **options)
     converter.metadata()
     (tokenizer or no_tokenizer)(converter.writer)
     converter.tensors(load_file(directory / "model.safetensors"), kind)
