@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 FLUSH_S = 0.1  # between two writes to the watcher
+DEVICE_MS = "minitui_device_ms"  # the attribute of vLLM's results that minitui/vllm/worker.py sets
 ASKED_EVERY = 256  # steps between two looks at what the watcher asks for, and between two reports of the cost
 
 
@@ -193,7 +194,8 @@ class Recorder:
         if step < 0 and not events and not tokens:
             return
         check = self._check() if self.checking else None
-        self._send(ended, "update", began, ended, step, events, accepted, tokens, ids, check)
+        device_ms = getattr(result, DEVICE_MS, None)
+        self._send(ended, "update", began, ended, step, events, accepted, tokens, ids, device_ms, check)
         self._seconds += now() - ended
 
     def _new_tokens(

@@ -6,7 +6,7 @@ The messages, in order; times are seconds of one clock:
     add       t, id, prompt ids, largest number of tokens, None or (hashes, name): see Recorder._more_than_tokens
     schedule  began, ended, step (-1: nothing to compute), events, admissions, grown, left out, several, drafts,
               total, running, waiting, check
-    update    began, ended, step, events, accepted drafts, new tokens, ids, check
+    update    began, ended, step, events, accepted drafts, new tokens, ids, ms on the device or None, check
     events    t, events: what happened outside of a step
     cost      steps, seconds that they took in vLLM's process for this recording
     whole     t, step, every request, the queue, the running ones: instead of messages that were lost
@@ -357,7 +357,7 @@ class Translator(Requests):
 
     def _update(
         self, began: float, ended: float, step: int, events: list[Any], accepted: list[Any] | None,
-        tokens: bytes | list[list[int]], ids: list[str] | None, check: Any,
+        tokens: bytes | list[list[int]], ids: list[str] | None, device_ms: float | None, check: Any,
     ) -> None:
         self._at(began)
         planned = self._planned.pop(step, None)
@@ -387,7 +387,8 @@ class Translator(Requests):
             wall_ms = round((began - max(planned.began, self._arrived)) * 1e6) / 1e3
             self._arrived = began
             plan_us, commit_us = round((planned.ended - planned.began) * 1e6), round((ended - began) * 1e6)
-            self.blocks.write("time", step, plan_us, None, commit_us, max(0.0, wall_ms), None, planned.work)
+            device_ms = None if device_ms is None else round(device_ms, 3)
+            self.blocks.write("time", step, plan_us, None, commit_us, max(0.0, wall_ms), device_ms, planned.work)
         self._compare(check)
 
     # ---- a new beginning

@@ -20,7 +20,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TESTS = ["tests/vllm/test_scheduler.py", "tests/vllm/test_kv_events.py", "tests/vllm/test_groups.py"]
+TESTS = [f"tests/vllm/test_{name}.py" for name in ("scheduler", "kv_events", "groups", "worker")]
 FILES = (".py", ".json", ".jinja", ".txt", ".yaml", "METADATA", "RECORD", "WHEEL")  # of the wheel; no compiled code
 MOST_MISSING = 80  # packages that are installed one after another
 PLATFORMS = [f"manylinux{version}_x86_64" for version in ("_2_35", "_2_34", "_2_31", "_2_28", "_2_17", "1")]

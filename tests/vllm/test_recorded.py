@@ -261,7 +261,8 @@ async def test_a_chat_with_vllm_is_the_request_in_the_panels(tmp_path: Path, to_
         beside.send("add", 0.001, id, PROMPT, 63, None)
         admission = (id, 0, [1, 2, 3, 4], 60, [])
         beside.send("schedule", 0.002, 0.003, 0, [], [admission], [], [], [(id, 60)], {}, 60, 1, 0, None)
-        beside.send("update", 0.013, 0.014, 0, [("f", id, "FINISHED_LENGTH_CAPPED", 3)], None, [[7, 8, 9]], [id], None)
+        ended = ("f", id, "FINISHED_LENGTH_CAPPED", 3)
+        beside.send("update", 0.013, 0.014, 0, [ended], None, [[7, 8, 9]], [id], 7.25, None)
         async with asyncio.timeout(60):
             while state.step < 0 or state.requests:
                 for record in source.drain_records():
