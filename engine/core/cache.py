@@ -17,7 +17,7 @@ from engine.core.allocator import BlockAllocator
 from engine.core.node import Match, Node, block_key
 from engine.core.radix import RadixTree
 from engine.core.request import Request
-from engine.core.side_groups import States, Window, changes_of, make_sides
+from engine.core.side_groups import Changes, States, Window, make_sides
 from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.records import CLEARED, RecordLog
 from engine.trace.side_pool import OWN, SideGroup
@@ -46,7 +46,7 @@ class KVCache:
         self.windows = [side for side in self.sides if isinstance(side, Window)]
         self.waste = Waste()
         self._copies = Copies()
-        self._table_changes: dict[int, int] = {}  # changes (`changes_of`) that are not yet sent to the device
+        self._table_changes: Changes = {}
 
     @property
     def available(self) -> int:
@@ -165,7 +165,9 @@ class KVCache:
             window.resend(request)
 
     def _changed(self, request: Request, start: int, end: int) -> None:
-        self._table_changes.update(changes_of(request.row, range(start, end), request.table[start:end]))
+        row, table, changes = request.row << 32, request.table, self._table_changes
+        for column in range(start, end):
+            changes[row | column] = table[column]
 
     def take_table_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the rows, columns and blocks (int32) of the changes since the last call."""
@@ -303,7 +305,7 @@ class KVCache:
             assert all(map(self.allocator.in_tree, side.pool.kept)), f"{side.group.name} is kept for other blocks"
 
 
-def _arrays(changes: dict[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _arrays(changes: Changes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the rows, columns and blocks (int32) of changes to a block table, and forgets them."""
     if not changes:
         return NO_CHANGES

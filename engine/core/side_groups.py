@@ -10,16 +10,14 @@ device runs steps in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.core.request import Request
 from engine.trace.records import RecordLog
 from engine.trace.side_pool import NULL, OWN, SideGroup, SidePool, window_pages
 
-
-def changes_of(row: int, columns: Iterable[int], blocks: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Returns (row << 32 | column, block) for the columns: numpy reads such numbers faster than pairs of numbers."""
-    return zip(map((row << 32).__or__, columns), blocks, strict=True)
+# row << 32 | column -> page, not yet sent to the device's copy of a block table. numpy reads numbers faster than pairs.
+Changes = dict[int, int]
 
 
 class Side:
@@ -92,7 +90,7 @@ class Window(Side):
 
     def __init__(self, index: int, group: SideGroup, block_size: int, log: RecordLog) -> None:
         super().__init__(index, group, block_size, log)
-        self.changes: dict[int, int] = {}  # `changes_of` its block table, not yet sent to the device
+        self.changes: Changes = {}
 
     def serves(self, blocks: list[int], most: int) -> int:
         """Returns the largest number of `blocks`, up to `most`, after which a request can go on."""
@@ -141,7 +139,8 @@ class Window(Side):
         self._changed(request, places)
 
     def _changed(self, request: Request, places: Iterable[int]) -> None:
-        self.changes.update(changes_of(request.row, places, map(self.held(request).__getitem__, places)))
+        held, row = self.held(request), request.row << 32
+        self.changes.update({row | place: held[place] for place in places})
 
     def resend(self, request: Request) -> None:
         """Send the request's whole table to the device with the next plan."""
