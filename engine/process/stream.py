@@ -25,7 +25,7 @@ class Stream:
         self.finish_reason = ""
         self.metrics: dict[str, Any] = {}
         self._unread: deque[Delta | EngineError] = deque()
-        self._wake = asyncio.Event()
+        self._arrival: asyncio.Future[None] | None = None  # an Event takes several times as long
         self._decided = asyncio.Event()  # set when the request is accepted or has failed
 
     # ---- for the reader
@@ -40,10 +40,14 @@ class Stream:
 
     async def _iterate(self) -> AsyncIterator[Delta]:
         while not self.finish_reason:
-            while not self._unread:
-                self._wake.clear()
-                await self._wake.wait()
+            await self.wait()
             yield self._next()
+
+    async def wait(self) -> None:
+        """Wait until there is an unread delta or error. At most one reader may wait."""
+        if not self._unread:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
 
     def drain(self) -> list[Delta]:
         """Returns the unread deltas without waiting. Raises the same errors as the iteration."""
@@ -85,7 +89,8 @@ class Stream:
     def put(self, item: Delta | EngineError) -> None:
         """Add the next delta, or the error that ends the answer."""
         self._unread.append(item)
-        self._wake.set()
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
         if isinstance(item, EngineError):
             self._decided.set()
 

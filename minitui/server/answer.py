@@ -100,6 +100,10 @@ class Answer:
         """Yields the events for the next part of a sequence. `outputs`: all outputs so far, with this part."""
         raise NotImplementedError
 
+    def shown(self, part: Output) -> Output:
+        """Returns what the caller gets of a part."""
+        return part
+
     def closing(self, outputs: list[Output]) -> Iterator[bytes]:
         """Yields the events after all sequences have ended."""
         yield DONE
@@ -187,15 +191,18 @@ class Answer:
 
     async def _all_events(self) -> AsyncIterator[bytes]:
         """Yields what is sent next: the events of each part are sent together."""
-        outputs = [Output() for _ in self.streams]
+        outputs, last = [Output() for _ in self.streams], b""
         if opening := b"".join(self.opening()):
             yield opening
         async for index, part in self._parts():
             outputs[index].add(part)
-            if events := b"".join(self.events(index, part, outputs)):
+            events = b"".join(self.events(index, part, outputs))
+            if part.finish_reason and all(output.finish_reason for output in outputs):
+                last = events  # sent with the closing events
+            elif events:
                 yield events
-        if closing := b"".join(self.closing(outputs)):
-            yield closing
+        if last := last + b"".join(self.closing(outputs)):
+            yield last
 
     # ---- reading the sequences
 
@@ -204,9 +211,9 @@ class Answer:
         if len(self.streams) > 1:
             self._merged = Merged([_read(stream) for stream in self.streams])
         self._timer = asyncio.get_running_loop().call_at(self._deadline, self._time_out)
-        left = len(self.streams)
         try:
-            async for index, part in self._merged or self._read_one():
+            while (found := await self._next()) is not None:
+                index, part = found
                 self.service.metrics.generated.add(len(part.ids))
                 if part.finish_reason.startswith(f"error: {CANNOT_CONTINUE}"):
                     raise ApiError(400, part.finish_reason[7:], self._constraint)
@@ -214,10 +221,7 @@ class Answer:
                     raise ApiError(500, f"the engine could not finish this request: {part.finish_reason[7:]}")
                 if part.finish_reason == "abort" and not self.cancellable:
                     raise ApiError(503, "the operator ended this reply", code="aborted")
-                left -= bool(part.finish_reason)
-                if not left:
-                    self._places.close()  # before the caller sees the end: the next request may need these places
-                yield index, part
+                yield index, self.shown(part)
         except EngineDead:
             self.service.check_ready()  # raises a more precise error if the server is stopping
             raise
@@ -226,7 +230,7 @@ class Answer:
             sentence = f"the reply took longer than {limit:g} s, this server's limit"
             raise ApiError(504, sentence, code="timeout") from None
         finally:
-            self._places.close()  # before the caller sees an error
+            self._places.close()  # before the caller sees the end: the next request may need these places
         self._measure()
 
     def _measure(self) -> None:
@@ -235,18 +239,25 @@ class Answer:
             longest = max(len(stream.ids) for stream in self.streams[first : first + samples])
             self.service.metrics.ended(samples, self._params.max_tokens, longest)
 
-    async def _read_one(self) -> AsyncIterator[Part]:
-        async for part in _read(self.streams[0]):
-            yield 0, part
+    async def _next(self) -> Part | None:
+        """Returns the next part; None after the last one. Layers of generators would take most of a part's time."""
+        if self._merged is not None:
+            return await anext(self._merged, None)
+        return None if self.streams[0].finish_reason else (0, await _next_part(self.streams[0]))
 
 
 async def _read(stream: Stream) -> AsyncIterator[Output]:
-    """Yields a stream's deltas. Merges deltas that arrived while the caller handled the last part."""
-    async for delta in stream:
-        part = Output()
-        for piece in (delta, *stream.drain()):
-            part.add(piece)
-        yield part
+    while not stream.finish_reason:
+        yield await _next_part(stream)
+
+
+async def _next_part(stream: Stream) -> Output:
+    """Returns a stream's next delta, with those that arrived while the caller handled the last part."""
+    await stream.wait()
+    part = Output()
+    for delta in stream.drain():
+        part.add(delta)
+    return part
 
 
 class OpenAIAnswer(Answer):

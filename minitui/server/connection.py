@@ -26,6 +26,20 @@ class Connection(H11Protocol):
         super().__init__(*arguments, **options)
         self._service = service
         self._waiting: asyncio.TimerHandle | None = None
+        self.app = self._run
+
+    async def _run(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["http_version"] == "1.1" and scope["method"] != "HEAD":  # others get no chunks
+            scope["state"]["write"] = self._write
+        await self.config.loaded_app(scope, receive, send)
+
+    def _write(self, piece: bytes) -> bool:
+        """Send the next piece of a response without a length. h11 and the layers of ASGI would take most of the time of
+        a short piece. Returns False if `send` must send it: it waits for a peer that reads too slowly."""
+        if not piece or self.flow.write_paused or self.cycle.disconnected:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn's annotation is narrower than asyncio's

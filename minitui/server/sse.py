@@ -54,7 +54,7 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
+        sending = asyncio.ensure_future(self._send(send, scope.get("state", {}).get("write", lambda frame: False)))
         watching = asyncio.ensure_future(_disconnected(receive))
         clock = asyncio.get_running_loop().time
         left = self.stalled_s
@@ -76,7 +76,8 @@ class EventStream(Response):
                     await task
             self.on_end()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, write: Callable[[bytes], bool]) -> None:
+        """Send the response. `write`: sends a frame faster, if it can; the others are sent with `send`, which waits."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         clock = asyncio.get_running_loop().time
 
@@ -87,7 +88,8 @@ class EventStream(Response):
 
         try:
             async for frame in self.frames:
-                await put(frame)
+                if not write(frame):
+                    await put(frame)
         except Exception as error:
             await put(self.on_error(as_api_error(error)))
         await put(b"", False)

@@ -109,7 +109,8 @@ class ChatAnswer(OpenAIAnswer):
         choice.take(part.text, part.finish_reason)
         if self.only_text and not part.finish_reason:
             for change in choice.changes():
-                yield self.text_chunk(index, f'"delta":{as_json(change)}')
+                for name, value in change.items():  # there is one; json takes long for an object
+                    yield self.text_chunk(index, f'"delta":{{"{name}":{as_json(value)}}}')
             return
         logprobs = self._logprobs(part)
         once: dict[str, Any] = {"logprobs": logprobs, **self.token_ids(self.body, part)}  # in the first of the events
@@ -180,14 +181,16 @@ class Choice:
 
     def take(self, text: str, finish_reason: str) -> None:
         """Parse the next part of the reply. `finish_reason` is empty until the reply ends."""
-        found = [self._parser.push(text)]
+        self._new = self._parser.push(text)
         if finish_reason:
-            found.append(self._parser.flush())
-        reasoning = "".join(p.reasoning for p in found) if self._with_reasoning else ""
-        self._new = Parts("".join(p.content for p in found), reasoning)
-        for call in [call for parts in found for call in parts.calls]:
-            if not (self._single and (self.parts.calls or self._new.calls)):
-                self._new.calls.append(call)
+            rest = self._parser.flush()
+            self._new.content += rest.content
+            self._new.reasoning += rest.reasoning
+            self._new.calls += rest.calls
+        if not self._with_reasoning:
+            self._new.reasoning = ""
+        if self._single:
+            self._new.calls = [] if self.parts.calls else self._new.calls[:1]
         self.parts.content += self._new.content
         self.parts.reasoning += self._new.reasoning
         self.parts.calls += self._new.calls

@@ -4,13 +4,14 @@ template by hand. In /v1/chat/completions, control tokens in a user's text are e
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from minitui.server.answer import Answer, OpenAIAnswer, Output, Part, usage_of
+from engine.text.tokenizer import LONG_TEXT
+from minitui.server.answer import Answer, OpenAIAnswer, Output, usage_of
 from minitui.server.bodies import Endpoints
 from minitui.server.errors import STREAMED
 from minitui.server.openai.logprobs import (
@@ -58,7 +59,7 @@ class GenerateAnswer(Answer):
 
     async def prepare(self) -> None:
         service, body = self.service, self.body
-        ids = await service.in_thread(encode, service.tokenizer, body.prompt, True, service.longest)
+        ids = await _encode(service, len(body.prompt), service.tokenizer, body.prompt, True, service.longest)
         await self.submit([ids], body.params())
 
     def whole(self, outputs: list[Output]) -> dict[str, Any]:
@@ -86,9 +87,10 @@ class CompletionAnswer(OpenAIAnswer):
     async def prepare(self) -> None:
         service, body, info = self.service, self.body, self.service.info
         last = self.last_tokens(body, body.max_tokens)
+        size = sum(map(len, self.given))
         prompts = [
-            await service.in_thread(
-                encode, self.tokenizer, prompt, body.add_special_tokens is not False, service.longest, last
+            await _encode(
+                service, size, self.tokenizer, prompt, body.add_special_tokens is not False, service.longest, last
             ) if isinstance(prompt, str) else prompt if last is None else prompt[-last:]
             for prompt in self.given
         ]
@@ -100,12 +102,11 @@ class CompletionAnswer(OpenAIAnswer):
             prompts, params, service.label(user=body.user), names=body.field_names, **self.scheduling(body)
         )
 
-    async def _parts(self) -> AsyncIterator[Part]:
-        async for index, part in super()._parts():
-            if self.body.max_tokens == 0:
-                ended = part.finish_reason and "length"
-                part = Output(finish_reason=ended, metrics=part.metrics, prompt_logprobs=part.prompt_logprobs)
-            yield index, part
+    def shown(self, part: Output) -> Output:
+        if self.body.max_tokens != 0:
+            return part
+        ended = part.finish_reason and "length"
+        return Output(finish_reason=ended, metrics=part.metrics, prompt_logprobs=part.prompt_logprobs)
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         body, ids = self.body, self.prompts[index // self.samples]
@@ -168,3 +169,9 @@ class CompletionAnswer(OpenAIAnswer):
         ends = () if self.body.echo else self.service.info.eos_ids
         shown = without_end(part.logprobs, part.finish_reason, ends)
         return completion_logprobs(self.tokenizer, shown, self.body.logprobs, offsets)
+
+
+async def _encode(service: Service, size: int, *arguments: Any) -> list[int]:
+    """Returns `encode(*arguments)`. Texts of few characters (`size`) are encoded at once: a thread would hold
+    Python's lock meanwhile."""
+    return encode(*arguments) if size < LONG_TEXT else await service.in_thread(encode, *arguments)
