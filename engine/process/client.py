@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.process import early_process
-from engine.process.commands import MAX_UNSENT, Command, Outbox
+from engine.process.commands import MAX_UNSENT, Command, Link
 from engine.process.heartbeat import TICK_S, Condition, Watch
 from engine.process.stream import Stream
 from engine.progress import Progress
@@ -70,11 +70,12 @@ class EngineClient:
         self._waiting = Waiting(self._loop)
         # The next fields belong to the process that was started last; `_generation` counts the starts.
         self._process: subprocess.Popen[bytes] | None = None
-        self._outbox: Outbox | None = None
+        self._link: Link | None = None
         self._watch: Watch | None = None
         self._ticks: asyncio.Task[None] | None = None
         self._records = UnreadRecords()
         self._closing = False
+        self._reason = ""  # why the process ended, as it told
         self._generation = 0
         self._tag = 0
         self._on_progress = on_progress
@@ -91,12 +92,12 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        return self.error is None and self._outbox is not None
+        return self.error is None and self._link is not None
 
     @property
     def condition(self) -> Condition:
         """The task of the engine process, and whether the process seems to hang."""
-        return self._watch.condition if self._watch is not None and self._outbox is not None else Condition()
+        return self._watch.condition if self._watch is not None and self._link is not None else Condition()
 
     @property
     def pid(self) -> int | None:
@@ -117,19 +118,19 @@ class EngineClient:
         except OSError as error:
             self.error = f"the engine process could not be started with the log file {self.log_file}: {error}"
             raise EngineError(self.error) from error
-        self._process, self._outbox, self._watch = process, Outbox(connection), Watch(process.pid)
+        self._process, self._watch = process, Watch(process.pid)
         ready = self._waiting.for_start()
         self.error = None
         self._closing = False
         self._generation += 1
         self._records = UnreadRecords()
         self._ticks = asyncio.ensure_future(self._tick(self._watch))
-        self._send("start", 0, self.config)
-        threading.Thread(
-            target=self._read, args=(connection, process, self._watch, self._records, self._generation), name="engine",
-            daemon=True,
-        ).start()
+        self._reason = ""
+        link = Link(partial(self._read, self._generation), partial(self._wait_for_end, self._generation, process))
         try:
+            await self._loop.create_connection(lambda: link, sock=connection)
+            self._link = link
+            self._send("start", 0, self.config)
             self.info = replace(await ready, log_file=str(self.log_file))
         except (asyncio.CancelledError, EngineError):
             if process is self._process:
@@ -141,36 +142,39 @@ class EngineClient:
             await asyncio.sleep(TICK_S)
             watch.tick()
 
-    def _read(
-        self, connection: Connection, process: subprocess.Popen[bytes], watch: Watch, records: UnreadRecords,
-        generation: int,
-    ) -> None:
-        """Run the reader thread: read the socket, keep the records, and pass other messages to the event loop."""
-        reason = ""
+    def _read(self, generation: int, data: bytes) -> None:
+        """Read a message of the process: keep its records, and pass the rest on."""
+        if generation != self._generation or self._watch is None:
+            return
         try:
-            while True:
-                message = pickle.loads(connection.recv_bytes())
-                watch.heard()
-                if message[0] in ("news", "packed"):
-                    records.add(packets(message[2]) if message[0] == "news" else message[2])
-                    if not message[1]:
-                        continue
-                    message = ("news", message[1])
-                elif message[0] == "beat":
-                    watch.beat(*message[1:])
-                    continue
-                elif message[0] == "died":
-                    reason = message[1]
-                    continue
-                self._loop.call_soon_threadsafe(self._deliver, message, generation)
-        except (EOFError, OSError):
-            pass
-        except Exception as error:  # later messages cannot be read either
-            reason = f"a message from it could not be read ({type(error).__name__}: {error})"
-            process.kill()
-        status = process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop may be closed
-            self._loop.call_soon_threadsafe(self._ended, status, reason, generation)
+            message = pickle.loads(data)
+        except Exception as error:
+            self._reason = f"a message from it could not be read ({type(error).__name__}: {error})"
+            if self._process is not None:
+                self._process.kill()
+            return
+        self._watch.heard()
+        match message:
+            case "news" | "packed", deltas, records:
+                self._records.add(packets(records) if message[0] == "news" else records)
+                if deltas:
+                    self._loop.call_soon(self._deliver, ("news", deltas), generation)
+            case "beat", *beat:
+                self._watch.beat(*beat)
+            case "died", reason:
+                self._reason = reason
+            case _:
+                self._loop.call_soon(self._deliver, message, generation)
+
+    def _wait_for_end(self, generation: int, process: subprocess.Popen[bytes]) -> None:
+        """Report the end of a process that has closed its socket, once it has ended."""
+
+        def wait() -> None:
+            status = process.wait()
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
+                self._loop.call_soon_threadsafe(self._ended, status, generation)
+
+        threading.Thread(target=wait, name="end of the engine", daemon=True).start()
 
     def _deliver(self, message: tuple[Any, ...], generation: int) -> None:
         if generation != self._generation:
@@ -184,7 +188,7 @@ class EngineClient:
         if self._on_progress is not None:
             self._on_progress(progress)
 
-    def _ended(self, status: int, reason: str, generation: int) -> None:
+    def _ended(self, status: int, generation: int) -> None:
         """Report to all waiting streams and calls that the process has ended."""
         if generation != self._generation:
             return
@@ -193,7 +197,7 @@ class EngineClient:
             self.error = "the engine was closed"
         else:
             how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-            why = f": {reason}" if reason else ""
+            why = f": {self._reason}" if self._reason else ""
             self.error = f"the engine process ended {how}{why}; its log is {self.log_file}"
         self._waiting.fail(EngineDead(self.error))
         if not self._closing:
@@ -201,17 +205,17 @@ class EngineClient:
                 callback(self.error)
 
     def _disconnect(self) -> None:
-        """Stop sending to the process and watching it. The reader thread and the outbox close the connection."""
-        if self._outbox is not None:
-            self._outbox.close()
-            self._outbox = None
+        """Stop sending to the process and watching it."""
+        if self._link is not None:
+            self._link.transport.close()
+            self._link = None
         if self._ticks is not None:
             self._ticks.cancel()
             self._ticks = None
 
     def _send(self, kind: str, tag: int, *arguments: Any) -> None:
         """Queue a command without waiting. Raises InvalidRequest if it cannot pack the command or the queue is full."""
-        if self._outbox is None:
+        if self._link is None:
             raise EngineDead(self.error or "the engine is not running")
         try:
             packed = Command(kind, tag, arguments).packed()
@@ -219,7 +223,7 @@ class EngineClient:
             raise InvalidRequest(
                 f"these values cannot be sent to the engine ({type(error).__name__}: {error}): use built-in types", kind
             ) from error
-        if not self._outbox.put(packed):
+        if not self._link.put(packed):
             raise InvalidRequest(
                 f"more than {MAX_UNSENT >> 20} MiB of commands wait for the engine: try again later", "queue"
             )
@@ -297,26 +301,23 @@ class EngineClient:
 
 
 class UnreadRecords:
-    """A queue of packets of records, from the thread that reads the socket to the event loop."""
+    """A queue of packets of records."""
 
     def __init__(self) -> None:
         self._packets: deque[Packet] = deque()
         self._count = 0  # records in _packets
-        self._lock = threading.Lock()
 
     def add(self, new: list[Packet]) -> None:
         """Add packets; drop the oldest if there are too many, which leaves a gap in the sequence numbers."""
-        with self._lock:
-            self._packets.extend(new)
-            self._count += sum(map(len, new))
-            while self._count > MAX_RECORDS:
-                self._count -= len(self._packets.popleft())
+        self._packets.extend(new)
+        self._count += sum(map(len, new))
+        while self._count > MAX_RECORDS:
+            self._count -= len(self._packets.popleft())
 
     def drain(self) -> list[Packet]:
         """Returns all packets, and forget them."""
-        with self._lock:
-            drained, self._count = list(self._packets), 0
-            self._packets.clear()
+        drained, self._count = list(self._packets), 0
+        self._packets.clear()
         return drained
 
 

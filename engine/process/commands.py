@@ -1,14 +1,15 @@
-"""Commands for the engine process, and the client's thread that sends them."""
+"""Commands for the engine process, and the client's end of the socket."""
 
 from __future__ import annotations
 
+import asyncio
 import pickle
-import queue
-import threading
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 MAX_UNSENT = 256 << 20  # bytes
+SIZE, LONG_SIZE = struct.Struct("!i"), struct.Struct("!Q")  # the head of a message; of a long one: -1 and its size
 
 
 class Command(NamedTuple):
@@ -36,35 +37,42 @@ class Command(NamedTuple):
             return cls(kind, tag, problem=error)
 
 
-class Outbox:
-    """Sends byte strings in order, from its own thread, so a peer that does not read cannot block the event loop."""
+class Link(asyncio.Protocol):
+    """The client's end of the socket to the engine process, in the format of multiprocessing.Connection. It sends and
+    receives on the event loop. Threads would wait for Python's lock several times for each message."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._unsent = 0  # bytes
-        self._lock = threading.Lock()
-        threading.Thread(target=self._run, name="engine outbox", daemon=True).start()
+    transport: asyncio.Transport
+
+    def __init__(self, on_message: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
+        self._on_message, self._on_end = on_message, on_end
+        self._data = bytearray()  # the beginning of a message
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        while len(self._data) >= SIZE.size:
+            (size,), start = SIZE.unpack_from(self._data), SIZE.size
+            if size < 0:  # a message of 2 GiB or more
+                start += LONG_SIZE.size
+                size = LONG_SIZE.unpack_from(self._data, SIZE.size)[0] if len(self._data) >= start else 1 << 63
+            if len(self._data) < start + size:
+                return
+            message = bytes(self._data[start : start + size])
+            del self._data[: start + size]
+            self._on_message(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_end()
 
     def put(self, message: bytes) -> bool:
-        """Queue a message without waiting. Returns False and does not queue the message if others are queued and all
-        together exceed MAX_UNSENT bytes."""
-        with self._lock:
-            if self._unsent and self._unsent + len(message) > MAX_UNSENT:
-                return False
-            self._unsent += len(message)
-        self._queue.put(message)
+        """Send a message without waiting. Returns False and does not send it if others are unsent and all together
+        exceed MAX_UNSENT bytes."""
+        unsent = self.transport.get_write_buffer_size()
+        if unsent and unsent + len(message) > MAX_UNSENT:
+            return False
+        small = len(message) < 1 << 31
+        head = SIZE.pack(len(message)) if small else SIZE.pack(-1) + LONG_SIZE.pack(len(message))
+        self.transport.write(head + message)
         return True
-
-    def close(self) -> None:
-        """Stop after the queued messages are sent."""
-        self._queue.put(None)
-
-    def _run(self) -> None:
-        while (message := self._queue.get()) is not None:
-            try:
-                self._connection.send_bytes(message)
-            except OSError:  # the peer has ended; the thread that reads its messages reports this
-                return
-            with self._lock:
-                self._unsent -= len(message)

@@ -8,12 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 KILL_S = 4.0  # seconds that a killed process may take to end
 
-Started = tuple["subprocess.Popen[bytes]", Connection]  # and the client's end of its socket
+Started = tuple["subprocess.Popen[bytes]", socket.socket]  # and the client's end of its socket
 _begun: dict[Path, Started] = {}
 
 
@@ -29,7 +28,7 @@ def take(log_file: Path) -> Started:
     return _begun.pop(log_file, None) or _start(log_file)
 
 
-def _start(log_file: Path) -> tuple[subprocess.Popen[bytes], Connection]:
+def _start(log_file: Path) -> Started:
     """Start a process that writes to `log_file`; return it with the client's end of its socket. Raises OSError."""
     ours, theirs = socket.socketpair()
     environment = dict(os.environ)
@@ -50,7 +49,7 @@ def _start(log_file: Path) -> tuple[subprocess.Popen[bytes], Connection]:
     except OSError:
         ours.close()
         raise
-    return process, Connection(ours.detach())
+    return process, ours
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

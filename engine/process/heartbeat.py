@@ -80,7 +80,7 @@ class Watch:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._messages = 0  # counted by the reader thread, compared by `tick`
+        self._messages = 0  # compared by `tick`
         self._seen = 0  # messages at the last tick
         self._task, self._task_s, self._task_at = "load", 0.0, time.monotonic()
         self._silent = 0  # ticks
@@ -88,11 +88,11 @@ class Watch:
         self._hung = self._preparing = ""
 
     def heard(self) -> None:
-        """Count a message (called by the reader thread)."""
+        """Count a message ."""
         self._messages += 1
 
     def beat(self, task: str, seconds: float, preparing: str = "") -> None:
-        """Store a heartbeat (called by the reader thread)."""
+        """Store a heartbeat."""
         self._task, self._task_s, self._task_at, self._preparing = task, seconds, time.monotonic(), preparing
 
     def tick(self) -> None:

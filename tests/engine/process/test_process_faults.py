@@ -9,10 +9,12 @@ import pickle
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
 from engine.process import early_process
 from engine.process.client import EngineClient
-from engine.process.commands import Command, Outbox
+from engine.process.commands import Command, Link
 from engine.process.heartbeat import SILENCE_S, TICK_S, WORKING_S, Watch, look_at
 from tests.engine.process.test_process import PROMPT, config, long, read, until
 
@@ -183,8 +185,8 @@ async def test_no_command_ends_the_engine(client: EngineClient, seed: int) -> No
     rng = random.Random(seed)
     client._tag += 10_000  # no hostile tag is one of ours
     for _ in range(40):
-        assert client._outbox is not None
-        client._outbox.put(hostile_message(rng))
+        assert client._link is not None
+        client._link.put(hostile_message(rng))
         await client.control("records", enabled=True)
         await client.control("pace", factor=1.0)
         await client.control("resume")
@@ -204,9 +206,9 @@ async def test_half_a_message_of_a_client_that_vanishes_ends_the_engine(client: 
     """Nothing that follows could be told apart; and an engine without a client has no reason to live."""
     deaths: list[str] = []
     client.on_death(deaths.append)
-    assert client._outbox is not None
-    os.write(client._outbox._connection.fileno(), b"\x00\x00\x10\x00half of it")
-    with socket.socket(fileno=os.dup(client._outbox._connection.fileno())) as ours:
+    assert client._link is not None
+    client._link.transport.write(b"\x00\x00\x10\x00half of it")
+    with socket.socket(fileno=os.dup(client._link.transport.get_extra_info("socket").fileno())) as ours:
         ours.shutdown(socket.SHUT_WR)
     await until(lambda: not client.alive, "the engine ends")
     assert len(deaths) == 1
@@ -357,16 +359,36 @@ async def test_a_task_that_lasts_is_told_as_that() -> None:
     assert watch.condition.preparing == "capturing CUDA graphs: 12/52"
 
 
-async def test_an_outbox_takes_no_more_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from multiprocessing import Pipe
+async def linked(received: list[bytes]) -> tuple[Link, Connection]:
+    """A client's link that appends what it receives, and the connection of the engine's end."""
+    ours, theirs = socket.socketpair()
+    link = Link(received.append, lambda: received.append(b"the end"))
+    await asyncio.get_running_loop().create_connection(lambda: link, sock=ours)
+    return link, Connection(theirs.detach())
 
+
+async def test_a_client_sends_no_more_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.process.commands.MAX_UNSENT", 1_000_000)
-    theirs, ours = Pipe()
-    outbox = Outbox(ours)
-    assert outbox.put(b"x" * 5_000_000), "one message of any size"
-    await asyncio.sleep(0)
-    assert not outbox.put(b"x" * 10)
-    assert len(theirs.recv_bytes()) == 5_000_000
-    await until(lambda: outbox.put(b"y"), "room again")
-    outbox.close()
+    link, theirs = await linked([])
+    assert link.put(b"x" * 5_000_000), "one message of any size"
+    assert not link.put(b"x" * 10)
+    assert len(await asyncio.to_thread(theirs.recv_bytes)) == 5_000_000
+    await until(lambda: link.put(b"y"), "room again")
+    link.transport.close()
     theirs.close()
+
+
+async def test_messages_arrive_whole_however_the_system_cuts_them() -> None:
+    received: list[bytes] = []
+    _, theirs = await linked(received)
+    sizes = [0, 1, 3, 5_000_000, 0, 70_000, 2]
+    for size in sizes:
+        await asyncio.to_thread(theirs.send_bytes, b"m" * size)
+    wire = b"".join(struct.pack("!i", size) + b"m" * size for size in sizes) + struct.pack("!iQ", -1, 4) + b"long"
+    for byte in wire[:20]:
+        os.write(theirs.fileno(), bytes([byte]))
+        await asyncio.sleep(0)
+    await asyncio.to_thread(theirs._send, wire[20:])  # type: ignore[attr-defined]
+    theirs.close()
+    await until(lambda: received[-1:] == [b"the end"], "the end of the socket")
+    assert [len(each) for each in received] == [*sizes, *sizes, 4, len(b"the end")] and received[-2] == b"long"

@@ -451,8 +451,8 @@ async def test_two_processes_answer_as_one_and_none_outlives_the_other(tmp_path:
         async for _ in (stream := client.submit(prompt, replace(params, max_tokens=2000))):
             if len(stream.ids) == 2:
                 break
-        assert client._outbox is not None and len(pids) == 2
-        with socket.socket(fileno=os.dup(client._outbox._connection.fileno())) as ours:
+        assert client._link is not None and len(pids) == 2
+        with socket.socket(fileno=os.dup(client._link.transport.get_extra_info("socket").fileno())) as ours:
             ours.shutdown(socket.SHUT_RDWR)  # what is left of a parent that has died
         wait_until(lambda: ended(pids), "a rank outlived the parent", 5)
     finally:
