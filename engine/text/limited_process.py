@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -24,7 +25,9 @@ from typing import NamedTuple
 from engine.errors import EngineError
 from engine.text.limited_child import HEAD
 
+PIECE = 1 << 16  # bytes that are read at once
 START_SECONDS = 60.0  # for the interpreter to start, on a busy machine
+TIMEOUT = (TimeoutError, BlockingIOError)  # the second: of a socket with a limit of the system
 TIMEOUTS = (-signal.SIGALRM, -signal.SIGPROF)  # exit codes of a process that a timer has ended
 
 
@@ -82,7 +85,7 @@ class LimitedProcess:
                 return process.ask(request)
             except BaseException as error:
                 self.end()  # a late answer would be read as the answer to the next request
-                if isinstance(error, TimeoutError):
+                if isinstance(error, TIMEOUT):
                     raise LimitExceeded(f"did not end within {self._limits.seconds:g} seconds") from None
                 if not isinstance(error, (OSError, EOFError)):
                     raise
@@ -146,46 +149,51 @@ class _Process:
         """Wait until the process runs and send it the setup. Raises EngineError."""
         if self._prepared:
             return
-        self._until = time.monotonic() + START_SECONDS
+        self._wait_at_most(START_SECONDS)
         try:
             self._receive()
-        except TimeoutError:
+        except TIMEOUT:
             raise EngineError(f"the process that {self._task} did not start within {START_SECONDS:g} seconds") from None
         except EOFError:
             if not self.end.alive:  # this process has ended the child
                 raise
             raise EngineError(f"the process that {self._task} did not start (exit code {self._child.wait()})") from None
+        self._wait_at_most(self._limits.seconds)
         self._send(setup())
         self._prepared = True
 
     def ask(self, request: bytes) -> tuple[bytes, bytes]:
-        """Send a request; return the kind and the contents of the answer. Raises TimeoutError, EOFError, OSError."""
-        self._until = time.monotonic() + self._limits.seconds
+        """Send a request; return the kind and the contents of the answer. Raises TIMEOUT, EOFError, OSError."""
         self._send(request)
         return self._receive()
 
+    def _wait_at_most(self, seconds: float) -> None:
+        """Limit the wait of each call. The system's limit: with Python's, a call is two system calls, and after each of
+        them this thread waits for Python's lock while another thread computes."""
+        self._seconds = seconds
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(int(seconds * 1e6), 10**6)))
+
     def _send(self, contents: bytes) -> None:
-        self._socket.settimeout(self._left())
         self._socket.sendall(HEAD.pack(b" ", len(contents)) + contents)
 
     def _receive(self) -> tuple[bytes, bytes]:
-        kind, length = HEAD.unpack(self._read(HEAD.size))
+        self._until = time.monotonic() + self._seconds
+        frame = self._read(bytearray(), HEAD.size)
+        kind, length = HEAD.unpack_from(frame)
         if length > self._limits.longest:
             raise EOFError
-        return kind, self._read(length)
+        return kind, bytes(self._read(frame, HEAD.size + length)[HEAD.size :])
 
-    def _read(self, length: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < length:
-            self._socket.settimeout(self._left())
-            if not (part := self._socket.recv(min(length - len(parts), 1 << 20))):
+    def _read(self, frame: bytearray, length: int) -> bytearray:
+        """Read until the frame has this length. Usually the first piece is the whole frame."""
+        while len(frame) < length:
+            if not (part := self._socket.recv(PIECE)):
                 raise EOFError
-            parts += part
-        return bytes(parts)
-
-    def _left(self) -> float:
-        # Never 0: if this process was paused (Ctrl+Z), the answer may have arrived, although the deadline has passed.
-        return max(0.01, self._until - time.monotonic())
+            frame += part
+            if len(frame) < length and time.monotonic() > self._until:
+                raise TimeoutError  # it sends, but too slowly
+        return frame
 
 
 def _kill(child: subprocess.Popen[bytes], connection: socket.socket, lifeline: int) -> None:
