@@ -4,6 +4,7 @@ bodies are parsed in a thread."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import zlib
 from collections.abc import Awaitable, Callable
@@ -15,6 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from minitui.server.errors import RESPONSES, ApiError
 from minitui.server.service import Service
@@ -62,9 +64,19 @@ class _Route(APIRoute):
             return handler
         model = cast(type[BaseModel], self.body_field.field_info.annotation)
 
+        async def direct(scope: Scope, receive: Receive, send: Send) -> None:
+            scope["route"] = self
+            request = _Parsed(scope, receive, model, self.service)
+            response = await self.endpoint(await request.json(), request)
+            await response(scope, receive, send)
+
+        kinds = inspect.get_annotations(self.endpoint)
+        if [*kinds] == ["body", "request", "return"] and kinds["return"] == "Response":
+            self.service.direct[self.path] = direct
+
         async def handle(request: Request) -> Response:
             try:
-                return await handler(_Parsed(request, model, self.service))
+                return await handler(_Parsed(request.scope, request.receive, model, self.service))
             except HTTPException as error:  # FastAPI's, instead of the exception of `json`
                 if isinstance(error.__cause__, (ApiError, RequestValidationError)):
                     raise error.__cause__ from None
@@ -76,8 +88,8 @@ class _Route(APIRoute):
 class _Parsed(Request):
     """A request whose `json` returns the validated body. FastAPI accepts this in place of the value."""
 
-    def __init__(self, request: Request, model: type[BaseModel], service: Service) -> None:
-        super().__init__(request.scope, request.receive)
+    def __init__(self, scope: Scope, receive: Receive, model: type[BaseModel], service: Service) -> None:
+        super().__init__(scope, receive)
         self._model, self._service = model, service
 
     async def json(self) -> Any:
@@ -88,8 +100,13 @@ class _Parsed(Request):
 
 
 def _parse(model: type[BaseModel], body: bytes) -> BaseModel:
-    """Returns the validated body. Raises JSONDecodeError and RequestValidationError, as FastAPI does."""
-    value = json.loads(body)
+    """Returns the validated body. Raises ApiError and RequestValidationError."""
+    try:
+        value = json.loads(body)
+    except json.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not JSON: {error.msg}", None, "bad_json") from None
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body cannot be read: it is not UTF-8, or is nested too deeply") from None
     try:
         return model.model_validate(value, from_attributes=True)  # as FastAPI does
     except ValidationError as error:

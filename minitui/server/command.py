@@ -30,6 +30,7 @@ except ImportError as error:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BACKLOG = 512  # connections that the system queues until they are accepted
+AT_ONCE = 8  # of these, accepted in one turn of the event loop: between two turns, running streams send
 EXAMPLE = '{"messages": [{"role": "user", "content": "What is a KV cache?"}]}'
 DEAD_PEER_S = 20  # a peer that acknowledges nothing for this long is dropped
 LAST_ANSWERS_S = 1  # time for connections to close after the engine has ended
@@ -37,6 +38,11 @@ LAST_ANSWERS_S = 1  # time for connections to close after the engine has ended
 
 class Uvicorn(uvicorn.Server):
     """uvicorn without its signal handlers: its owner stops the engine and the connections in order."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(BACKLOG)  # asyncio has set AT_ONCE, which it uses for both
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -75,7 +81,7 @@ class Host:
             uvicorn.Config(
                 create_app(self.service), lifespan="off", ws="none", log_config=None, access_log=False,
                 http=cast(Any, functools.partial(Connection, self.service)), h11_max_incomplete_event_size=MAX_HEAD,
-                server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=LAST_ANSWERS_S, backlog=BACKLOG,
+                server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=LAST_ANSWERS_S, backlog=AT_ONCE,
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))

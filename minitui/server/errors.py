@@ -96,6 +96,8 @@ def as_api_error(error: Exception) -> ApiError:
     """Returns the ApiError for an exception. Logs an unexpected exception."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RequestValidationError):
+        return _describe(error)
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), error.field)
     if isinstance(error, EngineDead):
@@ -115,10 +117,6 @@ def install(app: FastAPI) -> None:
     async def refused(request: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response(request.url.path)
 
-    async def invalid(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return _describe(error).response(request.url.path)
-
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         path = request.url.path
@@ -129,7 +127,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, refused)
     app.add_exception_handler(ApiError, refused)
     app.add_exception_handler(EngineError, refused)
-    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(RequestValidationError, refused)
     app.add_exception_handler(HTTPException, http)
 
 
@@ -137,9 +135,6 @@ def _describe(error: RequestValidationError) -> ApiError:
     """Returns an ApiError that names the first wrong field. The field's value is not quoted: it may be large."""
     found = error.errors()
     first = found[0]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", first["msg"])
-        return ApiError(400, f"the body is not JSON: {reason}", None, "bad_json")
     # A field of several types has an error for each of them. The deepest is about the type that the caller meant.
     same = [each for each in found if each["loc"][:2] == first["loc"][:2]]
     fields = [_field(each["loc"], error.body, each["type"] == "missing") for each in same]

@@ -19,6 +19,7 @@ from engine.errors import EngineDead, InvalidRequest
 from minitui.bench.load import LoadOptions, find_rate, load, measure, poisson, replay, run_load
 from minitui.bench.load_figures import Outcome, found_rate, read_result, report, side_by_side, spread, summarise
 from minitui.goals import goals_of
+from minitui.server.access import Turns
 from tests.support.server.serving import Running, serving
 from tests.support.waiting import wait_until
 
@@ -38,6 +39,32 @@ def options(**chosen: Any) -> LoadOptions:
 
 def run(server: Running, **chosen: Any) -> dict[str, Any]:
     return asyncio.run(measure(LoadOptions(url=server.url, ignore_eos=True, json=True, **chosen)))
+
+
+async def begin_all(turns: Turns, count: int, cancelled: int) -> list[int]:
+    """Returns in which turn of the event loop each of `count` requests of a burst began."""
+    turn, began = 0, []
+
+    async def request() -> None:
+        await turns.wait()
+        began.append(turn)
+
+    tasks = [asyncio.create_task(request()) for _ in range(count + cancelled)]
+    while len(began) < count:
+        await asyncio.sleep(0)
+        turn += 1
+        for task in tasks[count:] if turn == 1 else ():
+            task.cancel()
+        assert turn < 10 * count, "a request never began"
+    assert all(task.done() for task in tasks)
+    return began
+
+
+def test_a_burst_begins_in_many_turns_of_the_event_loop() -> None:
+    turns = Turns()
+    for _ in range(2):
+        began = asyncio.run(begin_all(turns, 50, cancelled=7))
+        assert max(map(began.count, began)) == Turns.AT_ONCE and began == sorted(began)
 
 
 def test_arrivals_follow_a_poisson_process() -> None:
