@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -89,7 +89,7 @@ def model_kernels(shapes: KernelShapes) -> Kernels:
 
 @lru_cache(maxsize=8)
 def _model_kernels(shapes: KernelShapes, has: Features) -> Kernels:
-    return Kernels(emit_model(shapes, has), has.flags)
+    return Kernels(partial(emit_model, shapes, has), has.flags, shapes, sorted(has.names), has.x86)
 
 
 def emit_model(shapes: KernelShapes, has: Features) -> ir.Module:
@@ -112,10 +112,14 @@ def emit_model(shapes: KernelShapes, has: Features) -> ir.Module:
 @cache
 def linear_kernels(name: str, has: Features) -> Kernels:
     """Compiles a product of GROUPED without a norm before it, for any model; and "rounding" to 4 bits."""
-    module = ir.Module()
-    emit_rounding(module, "rounding")
-    _emit_grouped(module, name, 0.0, has)
-    return Kernels(module, has.flags)
+
+    def emit() -> ir.Module:
+        module = ir.Module()
+        emit_rounding(module, "rounding")
+        _emit_grouped(module, name, 0.0, has)
+        return module
+
+    return Kernels(emit, has.flags, name, sorted(has.names), has.x86)
 
 
 def _emit_grouped(module: ir.Module, name: str, eps: float, has: Features) -> None:
@@ -126,10 +130,10 @@ def _emit_grouped(module: ir.Module, name: str, eps: float, has: Features) -> No
 class Kernels:
     """Compiled kernels. Keep this object for as long as the kernels run."""
 
-    def __init__(self, module: ir.Module, flags: str) -> None:
-        """flags: the processor's features (Features.flags)."""
-        _emit_run(module)
-        self._engine = link(module, flags)
+    def __init__(self, emit: Callable[[], ir.Module], flags: str, *contents: object) -> None:
+        """`emit`: makes the module of the kernels; `contents`: all that it depends on, besides the code of this folder;
+        flags: the processor's features (Features.flags)."""
+        self._engine = link(lambda: _with_run(emit()), flags, *contents)
         self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._engine.get_function_address("run"))
 
     def address(self, name: str) -> int:
@@ -142,11 +146,12 @@ class Kernels:
         self._run(fields.ctypes.data)
 
 
-def _emit_run(module: ir.Module) -> None:
-    """Emit the function that calls kernels in torch's OpenMP threads. They wait for each other after every kernel."""
+def _with_run(module: ir.Module) -> ir.Module:
+    """Adds the function that calls kernels in torch's OpenMP threads. They wait for each other after every kernel."""
     b = Kernel(module, "run", 4)
     functions, calls, count, threads = b.fields(functions=PTR, calls=PTR, count=I64, threads=I64)
     with b.loop(I64(0), count) as (i, _):
         fields = b.at(calls, b.mul(i, I64(FIELDS)), I64)
         b.intrinsic("GOMP_parallel", ir.VoidType(), b.read(functions, i, PTR), fields, b.trunc(threads, I32), I32(0))
     b.ret_void()
+    return module

@@ -47,7 +47,7 @@ def computed(factor: int) -> int:
     out, number = b.fields(out=PTR, number=I64)
     b.write(b.mul(number, I64(factor)), out, I64(0), I64)
     b.ret_void()
-    kernels, result = library.Kernels(module, features().flags), np.zeros(1, dtype=np.int64)
+    kernels, result = library.Kernels(lambda: module, features().flags, factor), np.zeros(1, dtype=np.int64)
     call = np.zeros((1, library.FIELDS), dtype=np.int64)
     call[0, :2] = result.ctypes.data, 7
     kernels.run(np.array([kernels.address("multiply")]), call, 1)

@@ -279,7 +279,7 @@ def test_a_product_with_8_bits_is_that_of_the_rounded_matrices(N: int, other: bo
 
     has, module, K = replace(features(), **({"x86": False} if other else {})), ir.Module(), 192
     emit_product(module, "int8", "int8", has.lanes, math.gcd(VECTORS[has.dot], K), 1e-6, has)
-    kernels, threads = library.Kernels(module, has.flags), 2
+    kernels, threads = library.Kernels(lambda: module, has.flags, str(module)), 2
     values, weight_scale, bias = torch.randint(-128, 128, (N, K), dtype=torch.int8), torch.rand(N), torch.randn(N)
     values[0], values[1] = 127, -128
     x = torch.randn(93, K) * torch.logspace(-30, 30, 93)[:, None]
