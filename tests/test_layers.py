@@ -199,7 +199,9 @@ def test_the_part_of_torch_that_is_put_off_is_there_for_whoever_uses_it():
     torch = "from engine.process.startup import import_torch; import_torch(); name = 'torch._meta_registrations'"
     put_off = "assert not any(known.startswith('meta_') for known in vars(sys.modules[name]))"
     used = "from torch._meta_registrations import meta__add_relu; from torch._subclasses import FakeTensorMode"
-    check(torch, put_off, used, "FakeTensorMode().__enter__(); import torch; assert torch.ones(2, 3).mT.ndim == 2")
+    random = "import torch; torch.Generator().manual_seed(1); assert 'torch._prims' not in sys.modules"
+    fake = "FakeTensorMode().__enter__(); import torch; assert torch.ones(2, 3).mT.ndim == 2"
+    check(torch, put_off, random, used, fake)
 
 
 def test_below_the_screens_nothing_knows_textual():

@@ -172,6 +172,16 @@ def test_a_reader_that_stops_reading_is_dropped() -> None:
     assert asyncio.run(main()) < 60 and ended == [True] and len(sent) == 6
 
 
+def test_a_client_of_an_older_http_gets_a_stream_without_chunks(server: Running) -> None:
+    data = json.dumps({**ASK, "stream": True, "max_tokens": 4}).encode()
+    with socket.create_connection(("127.0.0.1", server.host.port), timeout=60) as older:
+        head = f"POST {CHAT} HTTP/1.0\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n"
+        older.sendall(head.encode() + data)
+        with older.makefile("rb") as answer:  # it ends with the connection
+            _, _, body = answer.read().partition(b"\r\n\r\n")
+    assert {line[:6] for line in body.split(b"\n") if line} == {b"data: "} and body.endswith(b"[DONE]\n\n")
+
+
 def test_a_slow_watcher_loses_records_not_memory() -> None:
     watcher = Watcher()
     for _ in range(100):
