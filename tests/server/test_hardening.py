@@ -229,7 +229,7 @@ def test_a_key_cannot_end_the_requests_of_another(server: Running, monkeypatch: 
     monkeypatch.setattr(server.service, "settings", ServerSettings(keys=keys))
     ann, bob = ({"headers": {"Authorization": f"Bearer {key}"}} for key in keys)
     body = {"tag": "a", "ids": [5], "params": {"max_tokens": 3000, "ignore_eos": True}}
-    with server.http.stream("POST", "/minitui/submit", json=body, **ann) as answer:
+    with server.slowed(200), server.http.stream("POST", "/minitui/submit", json=body, **ann) as answer:
         lines = answer.iter_lines()
         assert '"request"' in next(lines)
         assert server.post("/minitui/cancel", {"tag": "a"}, **bob).json() == {"value": 0}
