@@ -12,6 +12,7 @@ import uuid
 from collections import deque
 from typing import Any
 
+from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -50,9 +51,10 @@ def role_needed(path: str, settings: ServerSettings) -> Role:
 class Guard:
     """ASGI middleware. Checks Host, Origin, key and size, in this order, and then calls the application."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: FastAPI, service: Service) -> None:
         self.app = app
         self.service = service
+        self._direct: dict[str, ASGIApp] = getattr(app.state, "direct", {})
         self._turns = Turns()
 
     @property
@@ -102,7 +104,7 @@ class Guard:
                 receive = await self._read_body(headers, receive)
                 _set_plain_json(scope, headers)
             is_json = (b"content-type", b"application/json") in scope["headers"]
-            direct = self.service.direct.get(scope["path"]) if is_json and scope["method"] == "POST" else None
+            direct = self._direct.get(scope["path"]) if is_json and scope["method"] == "POST" else None
             await (direct or self.app)(scope, receive, watched_send)
         except Exception as error:
             if status:

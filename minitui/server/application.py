@@ -29,8 +29,11 @@ def create_api(service: Service) -> FastAPI:
         description="An LLM inference engine with telemetry, OpenAI's and Anthropic's endpoints, POST /generate.",
     )
     errors.install(api)
+    api.state.direct = {}
     for part in (completions, chat, responses, messages, tokenize, health, telemetry):
-        api.include_router(part.router(service))
+        router = part.router(service)
+        api.include_router(router)
+        api.state.direct |= getattr(router, "direct", {})
     add_docs(api)
     if service.settings.keys:
         _document_keys(api, service)  # after all routes: a new route makes FastAPI forget the document

@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minitui.server.errors import RESPONSES, ApiError
 from minitui.server.service import Service
@@ -49,14 +49,18 @@ def _containers(text: bytes | bytearray) -> int:
 
 
 class Endpoints(APIRouter):
-    """A router whose endpoints get bodies that were parsed off the event loop."""
+    """A router whose endpoints get bodies that were parsed off the event loop. `direct`: path -> a POST endpoint,
+    without FastAPI's layers, which take 0.3 ms."""
 
     def __init__(self, service: Service, **options: Any) -> None:
-        super().__init__(route_class=type("Route", (_Route,), {"service": service}), responses=RESPONSES, **options)
+        self.direct: dict[str, ASGIApp] = {}
+        kind = type("Route", (_Route,), {"service": service, "direct": self.direct})
+        super().__init__(route_class=kind, responses=RESPONSES, **options)
 
 
 class _Route(APIRoute):
     service: Service
+    direct: dict[str, ASGIApp]
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         handler = super().get_route_handler()
@@ -72,7 +76,7 @@ class _Route(APIRoute):
 
         kinds = inspect.get_annotations(self.endpoint)
         if [*kinds] == ["body", "request", "return"] and kinds["return"] == "Response":
-            self.service.direct[self.path] = direct
+            self.direct[self.path] = direct
 
         async def handle(request: Request) -> Response:
             try:

@@ -17,8 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from starlette.types import ASGIApp
-
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
 from engine.info import EngineInfo
@@ -62,7 +60,6 @@ class Service:
         self.broadcast = Broadcast(self.metrics, recording=self.recording)
         self.open = 0  # number of admitted sequences that have not ended
         self.began = int(time.time())
-        self.direct: dict[str, ASGIApp] = {}  # path -> its POST endpoint without FastAPI's layers, which take 0.3 ms
         self.connections: dict[Any, None] = {}  # open connections (connection.py), the oldest first
         self.gate_owner: str | None = None  # the watcher that closed the gate or slowed the engine
         self.gated, self.pace = False, 1.0  # what the last command to the gate and to slow motion set

@@ -148,7 +148,8 @@ def test_several_processes_send_the_plan_and_two_results_are_compared(
     monkeypatch.setattr("minitui.export.charts.write_png", _write_svg)
     base = tmp_path / "run"
     asked = {"requests": 6, "rate": 20, "output_tokens": 8, "processes": 2, "ignore_eos": True}
-    load(LoadOptions(url=server.url, json=True, out=base, **asked))
+    with server.slowed():
+        load(LoadOptions(url=server.url, json=True, out=base, **asked))
     figures = json.loads(capsys.readouterr().out)
     assert figures["answered"] == 6 and figures["output_tokens"] == 48
     assert 0 < figures["chunks_per_token"] <= 1 and figures["gap_ms"]["max"] >= figures["gap_ms"]["p50"] > 0
