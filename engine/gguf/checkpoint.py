@@ -16,8 +16,7 @@ from engine.fields import Fields
 from engine.files import CONFIG, SINGLE
 from engine.gguf.config import config
 from engine.gguf.families import family_of
-from engine.gguf.header import Header
-from engine.gguf.parts import model_name, parts_of, read_parts
+from engine.gguf.header import Header, model_name, parts_of, read_parts
 from engine.gguf.tensors import Output, four_bits, outputs, write
 from engine.gguf.tokenizer import end_tokens, tokenizer_files
 from engine.model.config import ModelConfig

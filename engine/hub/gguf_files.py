@@ -7,8 +7,7 @@ from pathlib import Path
 
 from engine.errors import CheckpointError
 from engine.files import CONFIG
-from engine.gguf.header import MAGIC
-from engine.gguf.parts import model_name
+from engine.gguf.header import MAGIC, model_name
 from engine.hub.cache import cache_directory, repository_of
 
 IMAGES = "mmproj"  # the beginning of the name of a file that reads images for a model beside it

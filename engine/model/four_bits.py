@@ -20,7 +20,6 @@ from typing import ClassVar, Self
 
 import torch
 
-from engine.errors import how_to_install
 from engine.kernels.four_bit_rounding import round_groups
 from engine.model.config import Packing
 from engine.model.linear import ByteWeight, GpuWeight, Int8Rows, Int8Weight
@@ -37,6 +36,7 @@ class Int4Weight(ByteWeight):
 
     __slots__ = ("groups", "offsets")
     dtype = torch.uint8
+    compiled = "int4"
     itemsize = 0.5 + 2 / GROUP
     rows_together: ClassVar[int] = ROWS
     group: ClassVar[int] = GROUP
@@ -67,15 +67,6 @@ class Int4Weight(ByteWeight):
     @classmethod
     def vocabulary(cls) -> type[ByteWeight]:
         return Int8Weight
-
-    @staticmethod
-    def why_not() -> str:
-        """Returns why this machine cannot compute products; empty if it can."""
-        if importlib.util.find_spec("llvmlite") is None:
-            return f"llvmlite is not installed ({how_to_install('cpu')})"
-        from engine.kernels.cpu.library import lacks
-
-        return lacks(("int4",))
 
     @property
     def shift(self) -> int:
@@ -208,8 +199,8 @@ class Int4Tiles(Int4Weight, GpuWeight):
     def vocabulary(cls) -> type[ByteWeight]:
         return Int8Rows
 
-    @staticmethod
-    def why_not() -> str:
+    @classmethod
+    def why_not(cls) -> str:
         return "" if importlib.util.find_spec("triton") is not None else "triton is not installed: pip install triton"
 
     def copy_(self, weight: torch.Tensor) -> None:

@@ -11,15 +11,19 @@ another order in a batch, and its product of 8-bit integers is wrong without VNN
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 
+from engine.errors import how_to_install
+
 WIDENED = 1 << 20  # numbers of a matrix that are converted to float32 or rounded at a time
 BLOCK = 128  # rows and columns with a common scale in Fp8Blocks
 IN_COLUMNS = range(4, 49)  # rows of activations: one to three are twice as fast in rows (MEASURED.md)
 LARGE = 1 << 20  # numbers of a matrix that is not in the cache: below it, products in columns are slower
+PAIRED_ROWS = 32  # rows that Bf16Pairs stores together
 INT8_MAX = 127  # the range is symmetric: −128 is not used
 
 
@@ -30,6 +34,7 @@ class ByteWeight:
     __slots__ = ("scale", "values")
 
     dtype: ClassVar[torch.dtype]
+    compiled: ClassVar[str] = ""  # the kernel for products on a CPU (engine/kernels/cpu/library.py)
     itemsize: ClassVar[float] = 1  # bytes of a number, with its share of scales that not only its row has
 
     def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
@@ -50,6 +55,15 @@ class ByteWeight:
     def holds(cls, rows: int, columns: int) -> bool:
         """Returns True if there are kernels for a matrix of this shape; otherwise it remains a tensor."""
         return True
+
+    @classmethod
+    def why_not(cls) -> str:
+        """Returns why this machine cannot compute products; empty if it can."""
+        if importlib.util.find_spec("llvmlite") is None:
+            return f"llvmlite is not installed ({how_to_install('cpu')})"
+        from engine.kernels.cpu.library import lacks
+
+        return lacks((cls.compiled,))
 
     @staticmethod
     def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,6 +207,52 @@ class Bf16Weight(ByteWeight):
 
     def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return widened_product(x, self.values, out)
+
+
+class Bf16Pairs(Bf16Weight):
+    """The same numbers, for the processor's products of bfloat16 pairs (AVX-512 BF16). A matrix [N, K], with N and K
+    multiples of 32. values: [N / 32, K / 2, 64], 2 numbers of each of 32 rows; scale [N, 0].
+
+    Activations are rounded to bfloat16, as in a bfloat16 model on a GPU; sums, norms, attention and the residual stay
+    float32. The embedding, which is read by rows, and the output matrix are plain rows (Bf16Weight)."""
+
+    __slots__ = ()
+    compiled = "bf16_pairs"
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> Self:
+        values = torch.empty(rows // PAIRED_ROWS, columns // 2, 2 * PAIRED_ROWS, dtype=cls.dtype, device=device)
+        return cls(values, torch.empty(rows, 0, device=device))
+
+    @classmethod
+    def vocabulary(cls) -> type[ByteWeight]:
+        return Bf16Weight
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.scale), 2 * self.values.shape[1]))
+
+    def copy_(self, weight: torch.Tensor) -> None:
+        """Round weight [N, K], of any floating type, and store its numbers in order."""
+        pairs = self.values.view(torch.int32)  # [N / 32, K / 2, 32]
+        step = max(1, WIDENED // weight.shape[1] // PAIRED_ROWS)
+        for first in range(0, len(pairs), step):
+            rows = weight[first * PAIRED_ROWS : (first + step) * PAIRED_ROWS].bfloat16().contiguous()
+            pairs[first : first + step] = rows.view(torch.int32).view(-1, PAIRED_ROWS, pairs.shape[1]).transpose(1, 2)
+
+    def dense(self) -> torch.Tensor:
+        """Returns the matrix as bfloat16 [N, K]."""
+        return self.values.view(torch.int32).transpose(1, 2).contiguous().view(self.dtype).view(self.shape)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.dense()[ids].float()
+
+    def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        from engine.kernels.cpu.linear import bf16_product  # needs llvmlite
+
+        out = x.new_empty(len(x), len(self.scale)) if out is None else out
+        bf16_product(x.contiguous(), self.values, out)
+        return out
 
 
 class Fp8Weight(GpuWeight):

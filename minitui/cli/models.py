@@ -121,7 +121,7 @@ def examine(snapshot: Snapshot, machine: Machine) -> Model:
 def examine_gguf(name: str, file: Path, machine: Machine) -> Model:
     """Returns what is known of a GGUF file in the cache."""
     from engine.gguf.checkpoint import read_config
-    from engine.gguf.parts import parts_of
+    from engine.gguf.header import parts_of
 
     bytes_, family = file.stat().st_size, "–"
     try:

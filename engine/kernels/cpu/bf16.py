@@ -1,7 +1,7 @@
 """Products with bfloat16 weights by the processor's products of bfloat16 pairs (AVX-512 BF16).
 
 f(x) is rounded to bfloat16, as a bfloat16 model on a GPU does; sums are float32. Weights are stored as
-engine/model/bf16_pairs.py says.
+engine/model/linear.py says.
 """
 
 from __future__ import annotations

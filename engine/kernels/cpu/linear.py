@@ -27,7 +27,7 @@ def four_bit_product(
 
 
 def bf16_product(x: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
-    """Write x [R, K] · weightᵀ to out [R, N]. The weight is stored as engine/model/bf16_pairs.py says."""
+    """Write x [R, K] · weightᵀ to out [R, N]. The weight is stored as engine/model/linear.py says."""
     _product("bf16_pairs", x, values.data_ptr(), 0, out)
 
 

@@ -20,11 +20,10 @@ import torch
 
 from engine.attention.base import AttentionBackend, ForwardMeta
 from engine.attention.kv_pool import KVPool
-from engine.model.bf16_pairs import Bf16Pairs
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder, DenseMLP
 from engine.model.four_bits import Int4Weight
-from engine.model.linear import Matrix, embed
+from engine.model.linear import Bf16Pairs, Matrix, embed
 from engine.model.traits import lacking
 
 KERNELS = {  # kind of weights -> kernels for the matrices of the layers, and for the output matrix

@@ -14,14 +14,13 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.model import ops as torch_ops
-from engine.model.bf16_pairs import ROWS, Bf16Pairs
 from engine.model.checkpoint import checkpoint_slots
 from engine.model.config import ModelConfig, Packing
 from engine.model.decoder import Decoder
 from engine.model.experts import Ops
 from engine.model.four_bits import TILE, Int4Tiles, Int4Weight
 from engine.model.group import ALONE, Group
-from engine.model.linear import BLOCK, Bf16Weight, ByteWeight, Fp8Weight, Int8Weight
+from engine.model.linear import BLOCK, PAIRED_ROWS, Bf16Pairs, Bf16Weight, ByteWeight, Fp8Weight, Int8Weight
 from engine.model.matrices import Kept
 from engine.model.slots import Shapes, kept
 from engine.model.weights import tensor_shapes
@@ -43,13 +42,14 @@ def weight_class(kind: str, dtype: torch.dtype) -> type[ByteWeight] | None:
 
 def matrices(kind: str, model: ModelConfig, dtype: torch.dtype) -> type[ByteWeight] | None:
     """Like weight_class; the class for int4 takes a checkpoint's 4-bit matrices if they fit."""
-    if kind == "bf16" and not Bf16Pairs.why_not() and not any(size % ROWS for _, size, _ in _four_bit_sizes(model)):
+    sizes = [size for _, size, _ in _four_bit_sizes(model)]
+    if kind == "bf16" and not Bf16Pairs.why_not() and not any(size % PAIRED_ROWS for size in sizes):
         return Bf16Pairs
     found = weight_class(kind, dtype)
     if model.packing is None or found is None or not issubclass(found, Int4Weight):
         return found
     stored = found.of(model.packing)
-    if stored is None or any(size % stored.group for _, size, _ in _four_bit_sizes(model)[:3]):
+    if stored is None or any(size % stored.group for size in sizes[:3]):
         return found
     return stored
 

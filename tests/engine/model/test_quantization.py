@@ -16,11 +16,10 @@ from engine.config import EngineConfig
 from engine.errors import CheckpointError, EngineError
 from engine.llm import LLM
 from engine.model import linear as matrices
-from engine.model.bf16_pairs import Bf16Pairs
 from engine.model.decoder import Decoder
 from engine.model.four_bits import Int4Weight
 from engine.model.hf.config import read_model_config
-from engine.model.linear import Fp8Weight, Int8Weight, embed, linear, quantise_rows
+from engine.model.linear import Bf16Pairs, Fp8Weight, Int8Weight, embed, linear, quantise_rows
 from engine.model.weights import load_weights
 from engine.params import SamplingParams
 from engine.worker.weights import quantised
