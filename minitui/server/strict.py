@@ -7,6 +7,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from functools import cache
 from itertools import islice
 from typing import Any, ClassVar, Self
 
@@ -28,7 +29,7 @@ def check_unknown_fields(body: BaseModel, raw: Any) -> None:
         if reason := _refused(part).get(name):
             raise ApiError(400, f"{path} is not supported: {reason}", path, "unsupported_field")
         shown = as_ascii(path).strip()[:LONGEST] or '""'
-        near = difflib.get_close_matches(name[:LONGEST], _known(part), 1)
+        near = difflib.get_close_matches(name[:LONGEST], _known(type(part)), 1)
         names.append(f"{shown} (did you mean {near[0]}?)" if near else shown)
     names = list(dict.fromkeys(names))
     if not names:
@@ -47,7 +48,7 @@ def _unknown(value: Any, raw: Any, path: str = "") -> Iterator[tuple[BaseModel, 
     if not getattr(value, "refuses_unknown", True):
         return  # nor are its parts looked at: they may be a million
     if isinstance(value, BaseModel) and isinstance(raw, dict):
-        known = _known(value)
+        known = _known(type(value))
         for key, item in raw.items():
             if key in known:
                 yield from _unknown(getattr(value, known[key]), item, f"{path}{key}.")
@@ -60,8 +61,9 @@ def _unknown(value: Any, raw: Any, path: str = "") -> Iterator[tuple[BaseModel, 
             yield from _unknown(item, raw_item, path)
 
 
-def _known(part: BaseModel) -> dict[str, str]:
-    return {field.alias or name: name for name, field in type(part).model_fields.items()}
+@cache
+def _known(kind: type[BaseModel]) -> dict[str, str]:
+    return {field.alias or name: name for name, field in kind.model_fields.items()}
 
 
 def _refused(part: BaseModel) -> Mapping[str, str]:
