@@ -27,11 +27,12 @@ class Submit(kind.Kind):
     salt: kind.Count = 0
 
     @staticmethod
-    def apply(state: State, request: int, group: str, prompt_tokens: int, max_total: int) -> None:
+    def apply(state: State, request: int, group: str, prompt_tokens: int, max_total: int) -> RequestView:
         view = RequestView(request, group, prompt_tokens, max_total, submitted=state.t)
         view.side = [{} for _ in state.groups]
         state.requests[request] = view
         state.queue.append(request)
+        return view
 
 
 class Refuse(kind.Kind):

@@ -156,8 +156,8 @@ def _requests(view: View, lanes: dict[int, Lane]) -> list[str]:
         if lane.preemptions:
             end += f", preempted {lane.preemptions}×"
         cells = (
-            f"r{lane.id}", _cell(view.texts.group_name(lane.group)),
-            f"{lane.prompt_tokens:,}", f"{lane.cached_tokens:,}",
+            f"r{lane.id}", _cell(view.texts.group_name(lane.request.group)),
+            f"{lane.request.prompt_tokens:,}", f"{lane.request.cached_tokens:,}",
             first,
             f"{tokens:,}", _cell(end),
         )

@@ -169,12 +169,12 @@ class _Converter(Reader):
 
     def _request(self, line: Timeline, lane: Lane, following: set[int] | None) -> Iterator[Event]:
         end = line.at(self.state.t)
-        name = f"r{lane.id} {self.reader.names.get(lane.group, lane.group)}".strip()
+        name = f"r{lane.id} {self.reader.names.get(lane.request.group, lane.request.group)}".strip()
         if lane.id not in self.begun:
             yield {"ph": "M", "pid": REQUESTS, "tid": lane.id, "name": "thread_name", "args": {"name": name}}
             yield {"ph": "M", "pid": REQUESTS, "tid": lane.id, "name": "thread_sort_index",
                    "args": {"sort_index": lane.id}}
-            self.begun[lane.id] = line.at(self.section_t if lane.submitted is None else lane.submitted_t)
+            self.begun[lane.id] = line.at(self.section_t if lane.submitted is None else lane.request.submitted)
         for span in line.request(lane, line.first, line.last):
             args: dict[str, Any] = {"step": span.step}
             what = NAMES.get(span.kind, span.kind)
@@ -184,7 +184,7 @@ class _Converter(Reader):
                 args |= {"from token": chunk[1], "tokens": chunk[2], "samples a token": chunk[3]}
             end = max(end, span.end)
             yield from self._slice(REQUESTS, lane.id, what, span.begin, span.end, args)
-        args = {"prompt tokens": lane.prompt_tokens}
+        args = {"prompt tokens": lane.request.prompt_tokens}
         if lane.finish_step != OPEN:
             end = line.at(lane.finished_t)
             args |= {"end": lane.finish_reason, "output tokens": lane.output_tokens}

@@ -89,7 +89,7 @@ def _pasted(stage: Stage) -> tuple[float, int, int, float]:
         any(chunk[0] == lane.id for chunk in stage.view.history.steps.chunks(step))
         for step in range(run.first, run.last + 1)
     )
-    return run.figures.longest.ms, lane.prompt_tokens, chunks, lane.ttft[1]
+    return run.figures.longest.ms, lane.request.prompt_tokens, chunks, lane.ttft[1]
 
 
 async def chunked_prefill(stage: Stage) -> None:

@@ -41,7 +41,8 @@ async def three_chats(stage: Stage, lines: int) -> list[dict[str, Any]]:
         (metrics,) = await stage.answers([session])
         await stage.gate()
         lane = stage.view.history.lanes.lanes[request]
-        again = again_ms(stage.view.history, lane, lane.stop_at, lane.cached_tokens) if lane.stop in CUT else None
+        stop, at, _ = lane.request.match
+        again = again_ms(stage.view.history, lane, at, lane.request.cached_tokens) if stop in CUT else None
         found.append(metrics | {"first_ms": lane.ttft[1] if lane.ttft else 0.0, "again_ms": again})
     return found
 

@@ -83,7 +83,7 @@ async def shared_prefix(stage: Stage) -> None:
         await stage.ask(session, question)
     await stage.run_until("hit")
     two = stage.request(others[0])
-    cached = stage.view.history.lanes.lanes[two.id].cached_tokens
+    cached = stage.view.history.lanes.lanes[two.id].request.cached_tokens
     shared = stage.state().counts[SHARED]
     stage.say(
         f"Chat 2 found {cached} of its {two.prompt_tokens} prompt tokens in the tree and computed only "
@@ -142,7 +142,7 @@ async def eviction(stage: Stage) -> None:
             f"{session.title:<7}  blocks {' '.join(map(str, sorted(held[session.title])))}: "
             + ", ".join(
                 f"r{lane.id} until step {lane.finish_step}"
-                for lane in stage.view.history.lanes.lanes.values() if lane.group == session.id
+                for lane in stage.view.history.lanes.lanes.values() if lane.request.group == session.id
             )
             for session in chats
         ],

@@ -92,7 +92,7 @@ class Moment:
 
     def begun(self, lane: Lane) -> bool:
         """True if the request had been submitted at the moment of the picture."""
-        return lane.submitted_t <= self.shown.state.t
+        return lane.request.submitted <= self.shown.state.t
 
     @property
     def exact(self) -> bool:

@@ -55,7 +55,7 @@ def _of_chat(view: View, name: str) -> Selection:
     newest: dict[str, int] = {}
     for lane in view.history.lanes.lanes.values():
         if view.moment.begun(lane):
-            newest[lane.group] = max(lane.id, newest.get(lane.group, lane.id))
+            newest[lane.request.group] = max(lane.id, newest.get(lane.request.group, lane.id))
     named = {group: view.texts.group_name(group) for group in newest}
     wanted = name.lower()
     fits = [group for group, known in named.items() if known.lower() == wanted] or [

@@ -21,18 +21,17 @@ REFRESHED = 24  # in a moving picture, the gaps of at most this many requests ar
 
 @dataclass(frozen=True, slots=True)
 class RequestFigures:
-    """A request's lane at one moment. Durations are in ms; None: not known, or not yet."""
+    """A request at one moment. Durations are in ms; None: not known, or not yet."""
 
     lane: Lane = field(compare=False)
+    request: RequestView = field(compare=False)  # as it was at this moment; of a finished request, at its end
     state: str  # waits | preempted | prefill | decode; of a finished request, its finish reason
     live: bool
-    cached_tokens: int
     queue_ms: float | None  # while the request waits: until now
     prefill_ms: float | None
     gaps: GapStats | None  # None: the tokens up to this moment are no longer known
     running: Gap | None  # the gap since the last token of a live request
     blocks: int | None  # of a finished request: when it finished
-    preemptions: int
     recomputed_tokens: int | None  # tokens whose KV was computed again after a preemption
     reused_tokens: int | None  # tokens that came from the cache after a preemption
     after_evictions: int | None  # prompt tokens that were computed because their cached blocks had been evicted
@@ -136,15 +135,14 @@ class Requests:
         # The tokens of a step that has not ended are not computed yet.
         ended = min(view.moment.horizon, view.history.steps.committed)
         if request is None:
-            doing, cached, blocks = lane.finish_reason.partition(":")[0], lane.cached_tokens, lane.blocks
+            doing, blocks = lane.finish_reason.partition(":")[0], lane.blocks
         else:
             doing = {"waiting": "waits", "preempted": "preempted"}.get(request.state, "")
             doing = doing or ("decode" if request.joined_at >= 0 else "prefill")
-            cached, blocks = request.cached_tokens, len(request.table)
+            blocks = len(request.table)
         return RequestFigures(
-            lane, doing, request is not None, cached, queue, prefill, gaps,
+            lane, request or lane.request, doing, request is not None, queue, prefill, gaps,
             self._running(view, lane, request, gaps), blocks,
-            lane.preemptions if request is None else request.preemptions,
             None if lane.preempted_before else lane.recomputed(ended),
             None if lane.preempted_before else lane.taken_again(view.moment.horizon),
             None if lane.admitted_before or shown.waste is None else lane.after_evictions(ended), _paused(view, lane),
@@ -173,7 +171,7 @@ def _paused(view: View, lane: Lane) -> float:
     request = view.moment.shown.state.requests.get(lane.id)
     if lane.submitted is None or request is None or request.admitted:
         return lane.paused_s * 1e3
-    return max(0.0, view.moment.picture_now - lane.submitted_t - (view.moment.working_now - lane.submitted)) * 1e3
+    return max(0.0, view.moment.picture_now - lane.request.submitted - (view.moment.working_now - lane.submitted)) * 1e3
 
 
 def _first_token(
@@ -218,6 +216,6 @@ def last_hit(view: View) -> Hit | None:
     lanes, seq = view.history.lanes.lanes, view.moment.shown.state.seq
     for first in reversed(view.history.first_tokens.items):
         lane = lanes.get(first.request)
-        if first.seq <= seq and lane is not None and lane.source >= 0 and lane.cached_tokens:
+        if first.seq <= seq and lane is not None and lane.source >= 0 and lane.request.cached_tokens:
             return Hit(lane, first.prefill_ms, lanes.get(lane.source))
     return None

@@ -15,6 +15,7 @@ from textual.app import App, ComposeResult
 
 from engine.trace.records import PACKET, packets
 from engine.trace.state import State
+from engine.trace.views import RequestView
 from minitui.dev.simulator import SMALL, Load, Stress
 from minitui.tui.frame_limiter import FrameLimiter
 from minitui.tui.theme import THEMES
@@ -152,7 +153,7 @@ def test_a_key_ends_a_slice_and_no_collection_interrupts_a_packet() -> None:
 
 def test_spans_of_a_request_that_goes_on_are_forgotten_with_the_steps() -> None:
     lanes = Lanes()
-    lane = lanes.lanes[1] = lanes.active[1] = Lane(1, "g", 8, None, 0)
+    lane = lanes.lanes[1] = lanes.active[1] = Lane(1, RequestView(1, "g", 8, 16), None, 0)
     for step in range(0, 20_000, 2):
         lane.gain(step)
         lane.mark(PREFILLING, step, step)

@@ -69,7 +69,7 @@ def test_what_a_preempted_request_takes_again_is_not_saved() -> None:
     view = recorded_view(TraceReader(bundled()["small-pool"]))
     view.frame(0.0)
     lanes = view.history.lanes.lanes.values()
-    assert sum(lane.cached_tokens for lane in lanes) == 0 < sum(lane.preemptions for lane in lanes)
+    assert sum(lane.request.cached_tokens for lane in lanes) == 0 < sum(lane.preemptions for lane in lanes)
     assert (view.moment.reused_lately.saved, view.moment.reused.hit_rate, int(view.moment.shown.saved.sum())) == (
         0,
         0.0,
@@ -77,7 +77,7 @@ def test_what_a_preempted_request_takes_again_is_not_saved() -> None:
     )
     assert view.moment.reused_lately.resumed == sum(lane.taken_again(view.moment.horizon) for lane in lanes) == 96
     assert any("resumed requests took 96 tokens from the cache again" in line for line in summary(view))
-    assert view.moment.recent("missed", 240).sum() == sum(lane.prompt_tokens for lane in lanes)
+    assert view.moment.recent("missed", 240).sum() == sum(lane.request.prompt_tokens for lane in lanes)
     view.travel_to(20)
     view.frame(0.0)
     assert view.moment.reused_lately.resumed == 0

@@ -221,9 +221,9 @@ def test_tokens_computed_again_and_blocks_are_those_of_the_state(kind: str) -> N
         figures = {row.id: row for row in Requests().figures(truth.view())}
         for request in truth.load.requests[-200:]:
             row = figures[request.id]
-            assert (row.preemptions, row.recomputed_tokens) == (request.preemptions, again.get(request.id, 0))
-            assert (row.blocks, row.cached_tokens) == (blocks[request.id], request.cached_tokens)
-            assert (row.live, row.lane.prompt_tokens) == (False, request.prompt_len)
+            assert (row.request.preemptions, row.recomputed_tokens) == (request.preemptions, again.get(request.id, 0))
+            assert (row.blocks, row.request.cached_tokens) == (blocks[request.id], request.cached_tokens)
+            assert (row.live, row.request.prompt_tokens) == (False, request.prompt_len)
             assert row.state == request.finish_reason.partition(":")[0]
             again_somewhere += row.recomputed_tokens
     assert again_somewhere > 0
@@ -247,6 +247,8 @@ def test_in_the_past_the_figures_are_those_of_that_moment(kind: str) -> None:
                 if row.first_ms is None or row.state == "waits":
                     continue  # the time in the queue until now: only known in the present
                 assert found[row.id] == row, (seed, step, row.id)
+                assert found[row.id].request.cached_tokens == row.request.cached_tokens
+                assert found[row.id].request.preemptions == row.request.preemptions
                 compared += 1
             view.moment.present()
     assert compared > 50

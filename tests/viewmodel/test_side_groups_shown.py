@@ -145,9 +145,9 @@ def test_the_end_of_a_hit_is_told_of_a_finished_request_too() -> None:
         hybrid.ask([n + 3, *range(30)])
     hybrid.ask([*text[:30], 7, 8, 9])
     lane = hybrid.view.history.lanes.lanes[5]
-    assert lane.stop == "window" and lane.finish_reason and not hybrid.view.history.live.state.requests
+    assert lane.request.match[0] == "window" and lane.finish_reason and not hybrid.view.history.live.state.requests
     words = dict(tell(hybrid.view, "request", 5).lines)["prompt"]
-    assert f"the pages of window 12 serve {lane.cached_tokens}" in words
+    assert f"the pages of window 12 serve {lane.request.cached_tokens}" in words
     shown = " ".join(texts(PromptOrigin().picture(hybrid.view, 90, 6).rows))
     assert "the pages of window 12 serve" in " ".join(shown.split())
 

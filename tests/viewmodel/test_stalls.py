@@ -261,8 +261,9 @@ def test_a_recording_is_told_request_by_request_as_text_and_as_json(path: Any) -
         assert f"  r{row['request']} " in line and ("not finished" in line) != row["finished"]
         expected = figures[row["request"]]
         assert row["output_tokens"] == expected.gaps.tokens  # type: ignore[union-attr]
-        assert (row["prompt_tokens"], row["cached_tokens"]) == (expected.lane.prompt_tokens, expected.cached_tokens)
-        assert (row["preemptions"], row["tokens_computed_twice"]) == (expected.preemptions, expected.recomputed_tokens)
+        request = expected.request
+        assert (row["prompt_tokens"], row["cached_tokens"]) == (request.prompt_tokens, request.cached_tokens)
+        assert (row["preemptions"], row["tokens_computed_twice"]) == (request.preemptions, expected.recomputed_tokens)
         if row["longest_gap"]:
             gap = row["longest_gap"]
             assert gap["ms"] == pytest.approx(expected.gaps.longest.ms, abs=1e-3)  # type: ignore[union-attr]

@@ -38,7 +38,7 @@ async def disconnect(stage: Stage) -> Seen:
     again = await stage.ask(stage.chat(max_tokens=80, whole=True), paste(1))
     await stage.step(1, seconds=1.0)
     lane = stage.view.history.lanes.lanes[again]
-    prompt, cached = lane.prompt_tokens, lane.cached_tokens
+    prompt, cached = lane.request.prompt_tokens, lane.request.cached_tokens
     rows = (
         ("blocks of the aborted request", held), ("  shared with the other request", shared),
         ("  its own, full", own), ("cached blocks after the abort", kept),

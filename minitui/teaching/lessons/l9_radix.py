@@ -65,7 +65,7 @@ def _trunk(stage: Stage) -> str:
 
 def _hit(stage: Stage) -> str:
     lane = stage.view.history.lanes.lanes[max(stage.view.history.lanes.lanes)]
-    return f"{lane.cached_tokens} of {lane.prompt_tokens}"
+    return f"{lane.request.cached_tokens} of {lane.request.prompt_tokens}"
 
 
 with_and_without_cache = side_by_side("cache")

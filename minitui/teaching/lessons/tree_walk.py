@@ -111,7 +111,7 @@ async def walk(stage: Stage) -> Seen:
     equal = await _compare(stage, drawing, ids, size)
     await stage.step(1)
     record = stage.events("hit")[-1].record
-    cached, prompt = record.tokens, stage.view.history.lanes.lanes[id].prompt_tokens
+    cached, prompt = record.tokens, stage.view.history.lanes.lanes[id].request.prompt_tokens
     drawing.draw(
         f"{count(equal, 'block')} of {size} were equal: {cached} of {prompt} tokens. The node was split after them. "
         f"The other {prompt - cached} tokens were computed.",

@@ -111,7 +111,7 @@ class PrefixScreen(PanelDialog):
     async def _look(self) -> None:
         view, info = self.app.view, self.app.source.info
         lanes, found = view.history.lanes.lanes, list[Finding]()
-        chats = {id: view.texts.group_name(lane.group) for id, lane in lanes.items()}
+        chats = {id: view.texts.group_name(lane.request.group) for id, lane in lanes.items()}
         try:
             kept = view.history.past.recorded()
             found = await asyncio.to_thread(partial(findings_since, *kept, info, view.texts.decode))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from engine.trace.views import RequestView
 from minitui.text import count, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.bars import Bar
 from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.rows import Row, Run, fitting, named
 from minitui.viewmodel.explain.cut_hits import why_ended
-from minitui.viewmodel.history.lane import Lane
 from minitui.viewmodel.requests import Hit, last_hit
 from minitui.viewmodel.view import View
 
@@ -74,42 +74,44 @@ class HitCard(Bar):
 
 def rows(view: View, hit: Hit, width: int) -> list[tuple[Run, ...]]:
     """Returns the three rows of the card, each with `width` cells."""
-    gain, share = hit.times_sooner, 100 * hit.lane.cached_tokens / max(1, hit.lane.prompt_tokens)
+    lane, request = hit.lane, hit.lane.request
+    cached, computed = request.cached_tokens, request.prompt_tokens - request.cached_tokens
+    gain, share = hit.times_sooner, 100 * cached / max(1, request.prompt_tokens)
     if gain is not None:
         number, words = f"{gain:.1f}×" if gain < 99.5 else f"{gain:.0f}×", ("first", "token", "sooner")
     else:
         number, words = f"{share:.0f}" if share >= 1 else "<1", ("% of the", "prompt", "cached")
-    bars = [lane for lane in (hit.source, hit.lane) if lane is not None]
-    most = max(lane.prompt_tokens for lane in bars)
-    labels = [view.texts.request(lane.id) for lane in bars]
+    bars = [bar for bar in (hit.source, lane) if bar is not None]
+    most = max(bar.request.prompt_tokens for bar in bars)
+    labels = [view.texts.request(bar.id) for bar in bars]
     times = [hit.source_ms, hit.prefill_ms][-len(bars) :]
     lead = max(map(len, labels)) + 1
     whole, none = list(zip(large(number), words, strict=True)), [("", "")] * ROWS
     bare = [(digit, "") for digit, _ in whole]
     phone = [(LEAST_BAR, None, whole), (LEAST_BAR, None, bare), (0, None, none)]
     for least, end, beside in (24, " computed", whole), (12, "", whole), *phone:
-        texts = [_text(lane, time, end) for lane, time in zip(bars, times, strict=True)]
+        texts = [_text(bar.request, time, end) for bar, time in zip(bars, times, strict=True)]
         right = len(beside[0][0]) + max(len(word) for _, word in beside) + 3
         room = width - lead - max(map(len, texts)) - right - 6
         if room >= least:  # the most that leaves room for the bars
             break
     room = max(1, room)
     lines = []
-    for lane, label, text in zip(bars, labels, texts, strict=True):
+    for bar, label, text in zip(bars, labels, texts, strict=True):
         row = Row(" ").extend(named(view, label.ljust(lead), "bold ink"))
-        cells = max(1, round(room * lane.prompt_tokens / most))
-        cached = min(cells - 1, round(room * lane.cached_tokens / most))  # at least a token is computed
-        row.add(glyphs().cached * cached, "on-fill on cached")
-        row.add(glyphs().active * (cells - cached), "prefill").to(1 + lead + room + 1)
-        lines.append(row.add(text, "bold ink" if lane is hit.lane else "ink"))
-    blocks = count(hit.lane.cached_tokens // max(1, view.moment.shown.state.block_size), "block")
-    lane = hit.lane
-    why = why_ended(view.history, lane, lane.stop, lane.stop_at, lane.cached_tokens, lane.stop_detail)
+        cells = max(1, round(room * bar.request.prompt_tokens / most))
+        reused = min(cells - 1, round(room * bar.request.cached_tokens / most))  # at least a token is computed
+        row.add(glyphs().cached * reused, "on-fill on cached")
+        row.add(glyphs().active * (cells - reused), "prefill").to(1 + lead + room + 1)
+        lines.append(row.add(text, "bold ink" if bar is lane else "ink"))
+    blocks = count(cached // max(1, view.moment.shown.state.block_size), "block")
+    stop, at, detail = request.match
+    why = why_ended(view.history, lane, stop, at, cached, detail)
     it, of = view.texts.request(lane.id), view.texts.request(lane.source)
     stories = [f"hit: {it} reused {blocks}{what} · {why}" for what in (f" of KV that {of} computed", f" of {of}")]
     stories += [f"hit: {it} reused {blocks} of {of}", f"hit: {blocks} reused"]
     if end is None:
-        stories = [f"{lane.cached_tokens:,} cached + {lane.prompt_tokens - lane.cached_tokens:,} computed", stories[-1]]
+        stories = [f"{cached:,} cached + {computed:,} computed", stories[-1]]
     lines.append(Row(" ").extend(named(view, fitting(width - right - 4, *stories), "ink")))
     lines = [Row()] * (ROWS - len(lines)) + lines
     return [
@@ -118,11 +120,11 @@ def rows(view: View, hit: Hit, width: int) -> list[tuple[Run, ...]]:
     ]
 
 
-def _text(lane: Lane, time: float | None, end: str | None) -> str:
+def _text(request: RequestView, time: float | None, end: str | None) -> str:
     """Returns the tokens of a prompt and its time; `end` follows the computed tokens. None: only the time."""
-    computed = lane.prompt_tokens - lane.cached_tokens
+    cached, computed = request.cached_tokens, request.prompt_tokens - request.cached_tokens
     took = f"{ms(time)} ms" if time is not None else "time unknown"
     if end is None:
         return took
-    tokens = f"{lane.cached_tokens:,} cached + {computed:,}{end}" if lane.cached_tokens else f"{computed:,} computed"
+    tokens = f"{cached:,} cached + {computed:,}{end}" if cached else f"{computed:,} computed"
     return f"{tokens}, {took}" if time is not None else tokens

@@ -29,7 +29,8 @@ class FirstTokens(LinePanel, can_focus=False):
         rows: list[Runs] = []
         for item in items:
             lane = view.history.lanes.lanes.get(item.request)
-            cached = f"{lane.cached_tokens:,} of {lane.prompt_tokens:,} cached" if lane is not None else ""
+            request = lane.request if lane is not None else None
+            cached = f"{request.cached_tokens:,} of {request.prompt_tokens:,} cached" if request is not None else ""
             room = max(6, width - name - 8 - 22)
             row = Row().extend(named(view, view.texts.request(item.request))).to(name)
             for value, (_, glyph, style) in zip((item.queue_ms, item.prefill_ms), PARTS, strict=True):
@@ -37,7 +38,7 @@ class FirstTokens(LinePanel, can_focus=False):
                 row.add(getattr(glyphs(), glyph) * min(cells, name + room - row.width), style)
             row.to(name + room).right(ms(item.total_ms), name + room + 7, "bold ink")
             if width - row.width > len(cached):
-                row.add(" ").add(cached, "hit" if lane is not None and lane.cached_tokens else "dim")
+                row.add(" ").add(cached, "hit" if request is not None and request.cached_tokens else "dim")
             rows.append(row.done(width))
         parts = ((getattr(glyphs(), glyph), style, word) for word, glyph, style in PARTS)
         return Picture(rows, legend=legend(*parts, gap=" "))

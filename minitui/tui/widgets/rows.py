@@ -163,7 +163,7 @@ def named(view: View, text: str, style: str = "ink") -> list[Run]:
     bold, at = "bold " * ("bold" in words), 0
     for found in REQUEST.finditer(text):
         lane = view.history.lanes.lanes.get(int(found[2])) if found[2] else None
-        if lane is not None and (colour := view.texts.colour(lane.group)) is not None:
+        if lane is not None and (colour := view.texts.colour(lane.request.group)) is not None:
             runs += [(text[at : found.start()], style), (found[0], bold + owner_style(colour) + on + ground)]
             at = found.end()
     return [*runs, (text[at:], style)]

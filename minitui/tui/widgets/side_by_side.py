@@ -197,12 +197,12 @@ machine, times are not. The mouse wheel changes the scale, and dragging moves th
         lane = run.lanes[at]
         name = run.view.texts.request(lane.id)
         if named:
-            group = run.view.texts.title(lane.group)
+            group = run.view.texts.title(lane.request.group)
             name = fit(name, self.label - named) + fit(clean(group), named - 1, glyphs().dots)
         phases = run.phases(self.unit, lane)
         self._kinds.update(span.kind for span in phases)
         cells = track(phases, self.scale, cursor, _no_labels, request=True)
-        ink = "bold accent on select" if lit else owner_style(run.view.texts.colour(lane.group))
+        ink = "bold accent on select" if lit else owner_style(run.view.texts.colour(lane.request.group))
         return self.track_row(name, cells, width, ink)
 
     def _at_cursor(self, run: OneRun, width: int) -> Runs:

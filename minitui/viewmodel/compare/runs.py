@@ -365,9 +365,9 @@ class Run:
         replies, n = int(self._written[-1]), len(self._at)
         return RunFigures(
             requests=len(lanes), finished=sum(lane.finish_step != OPEN for lane in lanes), steps=n, time=time,
-            prompt_tokens=sum(lane.prompt_tokens for lane in lanes),
+            prompt_tokens=sum(lane.request.prompt_tokens for lane in lanes),
             computed=sum(lane.missed_tokens for lane in lanes),
-            cached=sum(lane.cached_tokens - lane.cached_before for lane in lanes),
+            cached=sum(lane.request.cached_tokens - lane.cached_before for lane in lanes),
             twice=None if any(lane.preempted_before for lane in lanes)
             else sum(lane.recomputed(self.last) for lane in lanes),
             replies=replies, drafted=sum(lane.drafted for lane in lanes),

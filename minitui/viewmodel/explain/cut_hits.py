@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.trace.views import RequestView
 from minitui.text import match_reason
 from minitui.viewmodel.history.history import History
 from minitui.viewmodel.history.lane import PREFILLING, Lane
@@ -13,7 +14,7 @@ CUT = ("window", "state")  # `stop` of the matches that a side group cut
 def again_ms(history: History, lane: Lane | None, at: int, cached: int) -> float | None:
     """Returns the time that a request needs for the tokens [cached, at), at the speed at which the steps with its
     prompt computed prompts. None: these steps are not known, or have not all ended."""
-    if lane is None or lane.preemptions or lane.prompt_tokens - lane.cached_tokens > lane.missed_tokens:
+    if lane is None or lane.preemptions or lane.request.prompt_tokens - lane.request.cached_tokens > lane.missed_tokens:
         return None
     steps = [step for code, first, last in lane.spans if code == PREFILLING for step in range(first, last + 1)]
     took = [history.steps.took_ms(step) if step <= history.steps.committed else None for step in steps]
@@ -22,13 +23,14 @@ def again_ms(history: History, lane: Lane | None, at: int, cached: int) -> float
     return total * (at - cached) / tokens if tokens and total == total else None  # NaN: the time of a step is unknown
 
 
-def served(names: list[str], lane: Lane) -> list[tuple[str, int, bool]]:
+def served(names: list[str], request: RequestView) -> list[tuple[str, int, bool]]:
     """Returns (group, tokens, exact) of a hit that a side group cut: how many tokens each group has for the prompt.
     Not exact: the group has at least these. `names`: of the side groups. Empty for other hits."""
-    if lane.stop not in CUT:
+    stop, at, detail = request.match
+    if stop not in CUT:
         return []
-    cutter = lane.stop_detail.partition("cut by ")[2]
-    return [(FULL, lane.stop_at, True), *((name, lane.cached_tokens, name == cutter) for name in names)]
+    cutter = detail.partition("cut by ")[2]
+    return [(FULL, at, True), *((name, request.cached_tokens, name == cutter) for name in names)]
 
 
 def why_ended(history: History, lane: Lane | None, stop: str, at: int, cached: int, detail: str = "") -> str:

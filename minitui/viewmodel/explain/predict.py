@@ -99,7 +99,7 @@ def _how_much_is_computed(view: View, step: int, events: list) -> Question | Non
     if lane is None or chunk is None:
         return None
     cached = chunk[1]
-    arrives = f"r{admitted.request} arrives with {count(lane.prompt_tokens, 'prompt token')}."
+    arrives = f"r{admitted.request} arrives with {count(lane.request.prompt_tokens, 'prompt token')}."
     text = f"{arrives} How many of them does the next step prefill?"
-    wrong = [lane.prompt_tokens, cached, lane.prompt_tokens // 2, view.moment.shown.state.budget]
+    wrong = [lane.request.prompt_tokens, cached, lane.request.prompt_tokens // 2, view.moment.shown.state.budget]
     return _question(step, text, f"{chunk[2]:,}", [f"{n:,}" for n in wrong if n > 0])

@@ -342,7 +342,7 @@ def _prefill_steps(view: View, lane: Lane) -> list[int]:
         if code == PREFILLING:
             found += range(max(first, view.history.steps.first), last + 1)
             chunks = view.history.steps.chunks(found[-1]) if found else ()
-            if any(id == lane.id and begin + n == lane.prompt_tokens for id, begin, n, _ in chunks):
+            if any(id == lane.id and begin + n == lane.request.prompt_tokens for id, begin, n, _ in chunks):
                 return found
     return []
 

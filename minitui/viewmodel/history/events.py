@@ -179,7 +179,7 @@ def _arrival(lane: Lane | None) -> str:
     """Returns the prompt's length and the time that the request waited before its admission."""
     if lane is None:
         return ""
-    text = f" · {count(lane.prompt_tokens, 'prompt token')}"
+    text = f" · {count(lane.request.prompt_tokens, 'prompt token')}"
     if lane.waited_ms is None:
         return text
     paused_ms = lane.paused_s * 1e3

@@ -184,14 +184,17 @@ class History(Reader):
     def on_experts(self, t: float, step: int, load: list[tuple[int, list[int]]]) -> None:
         self.experts.on_experts(t, step, load)
 
+    def on_submit(self) -> None:
+        self.lanes.submit(self._found)
+
     def on_match(self, request: int, tokens: int) -> None:
         self.trends.advance(self.rates.now)
         lane, again = self.lanes.lanes.get(request), self.lanes.resumed(request)
         if lane is not None and not again and self._found is not None:
             lane.source = self._found[1]
         self.rates.add("resumed" if again else "cached", tokens)
-        if lane is not None and lane.prompt_tokens > 0 and not again:
-            self.trends.add("hit of a prompt", min(100.0, 100 * max(0, tokens) / lane.prompt_tokens))
+        if lane is not None and lane.request.prompt_tokens > 0 and not again:
+            self.trends.add("hit of a prompt", min(100.0, 100 * max(0, tokens) / lane.request.prompt_tokens))
 
     def on_first(self, seq: int, request: int, queue_ms: float, prefill_ms: float) -> None:
         self.trends.advance(self.rates.now)
@@ -229,7 +232,7 @@ class History(Reader):
 
     def requests_of(self, group: str) -> list[int]:
         """Returns the known requests of a group, oldest first."""
-        return [lane.id for lane in self.lanes.lanes.values() if lane.group == group]
+        return [lane.id for lane in self.lanes.lanes.values() if lane.request.group == group]
 
     def block_events(self, block: int, most: int, seq: int) -> list[BlockEvent]:
         """Returns the last `most` events of a block up to record `seq`, newest first."""

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
+from engine.trace.views import RequestView
+
 
 @dataclass(frozen=True, slots=True)
 class Gap:
@@ -51,23 +53,21 @@ SLACK = 1_024  # steps that a span may be kept too long, so that old spans are d
 
 @dataclass(slots=True)
 class Lane:
-    """The known history of a request, running or finished."""
+    """The known history of a request, running or finished. `request` has its newest values; of a finished one, the last
+    ones."""
 
     id: int
-    group: str
-    prompt_tokens: int
+    request: RequestView = field(compare=False)
     submitted: float | None  # working time (see Rates), as in admitted and first_token
     submitted_step: int  # the first step that the request could have joined
     spans: list[list[int]] = field(default_factory=list)  # [code, first, last]
-    submitted_t: float = 0.0  # engine time of the submission
     paused_s: float = 0.0  # time in the queue while the engine was paused or slowed; not part of `waited_ms`
     admitted: float | None = None
     first_token: float | None = None
-    cached_tokens: int = 0
-    cached_before: int = 0  # the part of `cached_tokens` from before the history began
+    cached_before: int = 0  # the part of `request.cached_tokens` from before the history began
     computed_tokens: int = 0  # prompt tokens prefilled
     missed_tokens: int = 0  # the same, only before the first preemption
-    preemptions: int = 0
+    preemptions: int = 0  # up to the last folded record: `request` may be ahead
     preempted_before: bool = False  # before the history began: how many tokens it computed again is unknown
     admitted_before: bool = False  # before the history began
     finished_t: float = 0.0  # engine time of the finish
@@ -77,9 +77,6 @@ class Lane:
     output_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    stop: str = ""  # why the last prefix match stopped (`stop`, `at` and `detail` of the match record)
-    stop_at: int = 0
-    stop_detail: str = ""  # names the group that cut it
     source: int = -1  # the request that computed the last of its cached blocks
     ttft: tuple[float, float] | None = None  # queue and prefill, in ms
     blocks: int | None = None  # blocks that it held when it finished
@@ -152,7 +149,7 @@ class Lane:
         prompt and, after a preemption, of the reply so far. None: unknown. `samples`: the chunk is the last one."""
         if samples:
             return end
-        return None if self.preempted_in(-1, step) else self.prompt_tokens
+        return None if self.preempted_in(-1, step) else self.request.prompt_tokens
 
     def pieces(self, first_step: int, k: int, n: int, until: int) -> Iterator[tuple[int, range]]:
         """Yields (code, columns) for its phases up to step `until`, in any order. A column is `k` steps; the first of

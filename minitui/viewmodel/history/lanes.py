@@ -52,9 +52,8 @@ class Lanes(Reader):
         of its tokens have KV."""
         begin = self.step + 1
         lane = Lane(
-            request.id, request.group, request.prompt_tokens, None, begin, cached_tokens=request.cached_tokens,
-            cached_before=request.cached_tokens, preemptions=request.preemptions,
-            preempted_before=request.preemptions > 0,
+            request.id, request, None, begin, cached_before=request.cached_tokens,
+            preemptions=request.preemptions, preempted_before=request.preemptions > 0,
             admitted_before=request.state == "running" or request.preemptions > 0,
         )
         lane.running = request.state == "running"
@@ -64,8 +63,8 @@ class Lanes(Reader):
             lane.mark(QUEUED, begin, OPEN)
         elif request.joined_at >= 0:
             lane.mark(DECODING, begin, OPEN)
-        if lane.running and computed >= lane.prompt_tokens:
-            lane.earlier = Earlier(GapStats(computed + 1 - lane.prompt_tokens))  # the last token has no KV yet
+        if lane.running and computed >= request.prompt_tokens:
+            lane.earlier = Earlier(GapStats(computed + 1 - request.prompt_tokens))  # the last token has no KV yet
         if request.joined_at < 0:
             self._unnumbered.add(lane.id)
 
@@ -94,11 +93,10 @@ class Lanes(Reader):
         end, begin = (bisect_left(self.ended, step, key=lambda lane: lane.finish_step) for step in (last + 1, first))
         return max(0, end - begin)
 
-    def on_submit(self, t: float, request: int, group: str, prompt_tokens: int) -> None:
-        lane = self.lanes[request] = self.active[request] = Lane(
-            request, group, prompt_tokens, self.now, self.step + 1, submitted_t=t
-        )
-        self.newest = request
+    def submit(self, request: RequestView) -> None:
+        """Add a request that has just been submitted."""
+        lane = self.lanes[request.id] = self.active[request.id] = Lane(request.id, request, self.now, self.step + 1)
+        self.newest = request.id
         lane.mark(QUEUED, self.step + 1, OPEN)
 
     def on_admit(self, t: float, request: int) -> None:
@@ -109,16 +107,12 @@ class Lanes(Reader):
             if lane.admitted is None:
                 lane.admitted = self.now
                 if lane.submitted is not None:
-                    lane.paused_s = max(0.0, t - lane.submitted_t - (self.now - lane.submitted))
+                    lane.paused_s = max(0.0, t - lane.request.submitted - (self.now - lane.submitted))
 
-    def on_match(self, request: int, tokens: int, stop: str, at: int, detail: str) -> None:
+    def on_match(self, request: int, tokens: int) -> None:
         lane = self.lanes.get(request)
-        # As in the engine's figures, only matches before the first preemption count.
         if lane is not None and lane.preemptions:
             lane.reused += ((self.step + 1, tokens),)
-        elif lane is not None:
-            lane.cached_tokens = min(lane.prompt_tokens, lane.cached_tokens + tokens)
-            lane.stop, lane.stop_at, lane.stop_detail = stop, at, detail
 
     def on_again(self, request: int, tokens: int) -> None:
         lane = self.lanes.get(request)
@@ -150,7 +144,7 @@ class Lanes(Reader):
                     lane.again += ((step, min(n, lane.highest - start)),)
                 if samples and id in self._unnumbered:
                     self._unnumbered.discard(id)
-                    lane.earlier = Earlier(GapStats(start + n - lane.prompt_tokens))
+                    lane.earlier = Earlier(GapStats(start + n - lane.request.prompt_tokens))
 
     def on_preempt(self, request: int) -> None:
         lane = self.lanes.get(request)

@@ -288,7 +288,7 @@ class Timeline:
         phases = [*lane.spans, [FINISHED, OPEN, OPEN]]
         if lane.submitted is not None and lane.submitted_step >= self.first:
             joined = next(first for code, first, _ in phases if code != QUEUED)
-            add("queued", lane.submitted_step, self.at(lane.submitted_t), self.planned(joined))
+            add("queued", lane.submitted_step, self.at(lane.request.submitted), self.planned(joined))
         for (code, begun, last_step), (_, following, _) in pairwise(phases):
             if last_step < first or begun > last + 1:
                 continue

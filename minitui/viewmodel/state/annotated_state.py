@@ -119,9 +119,9 @@ class AnnotatedState(Reader):
 
     def fold(self, records: Iterable[Record]) -> list[tuple[Record, Any]]:
         """Apply records that follow the state without a gap. Returns the records that the history needs, with what it
-        cannot read from the state later: for "evict", the first evicted token ids as int32; for "match", (the request
-        that still computes the matched blocks, the request that computed the last of them), -1 for none; for "finish",
-        "preempt" and "requeue", (tokens with KV, blocks) that the request had."""
+        cannot read from the state later: for "submit", the request; for "evict", the first evicted token ids as int32;
+        for "match", (the request that still computes the matched blocks, the request that computed the last of them),
+        -1 for none; for "finish", "preempt" and "requeue", (tokens with KV, blocks) that the request had."""
         state, changes = self.state, _CHANGES
         between_steps, expected = self._between_steps, state.seq
         kept: list[tuple[Record, Any]] = []

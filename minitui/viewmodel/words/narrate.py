@@ -129,7 +129,7 @@ def _prompt(
     if chunk is None:
         return " and waits for token budget"
     _request, start, n, done = chunk
-    total = lane.prompt_tokens if lane is not None else start + n
+    total = lane.request.prompt_tokens if lane is not None else start + n
     if match is None:
         text = f": {count(total, 'prompt token')}"
     else:

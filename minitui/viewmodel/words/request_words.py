@@ -29,7 +29,7 @@ def request_text(row: RequestFigures, name: str, why: str, first: Reason | None 
 def figures_in_words(row: RequestFigures, first: Reason | None = None) -> list[str]:
     """Returns one part of a sentence for each figure that is known. `first`: as in `first_token_words`."""
     gaps = row.gaps
-    parts = [f"prompt {count(row.lane.prompt_tokens, 'token')}, {row.cached_tokens:,} cached"]
+    parts = [f"prompt {count(row.request.prompt_tokens, 'token')}, {row.request.cached_tokens:,} cached"]
     if row.first_so_far_ms is not None:
         parts.append(f"first token: {first_token_words(row, first)}")
     elif row.queue_ms is not None:
@@ -38,8 +38,8 @@ def figures_in_words(row: RequestFigures, first: Reason | None = None) -> list[s
         parts.append(f"{gaps.tok_s:,.0f} tok/s")
     if row.blocks is not None:
         parts.append(count(row.blocks, "block"))
-    if row.preemptions:
-        parts.append(f"preempted {count(row.preemptions, 'time')}, {_again(row)}")
+    if row.request.preemptions:
+        parts.append(f"preempted {count(row.request.preemptions, 'time')}, {_again(row)}")
     if row.after_evictions:
         parts.append(f"{count(row.after_evictions, 'prompt token')} computed again: evicted from the cache")
     if gaps is not None and gaps.p50 is not None and gaps.p99 is not None:
@@ -90,7 +90,7 @@ def request_data(view: View, lane: Lane) -> dict[str, Any]:
     """Returns the figures of a request as plain data, with the causes of its longest gap."""
     row = Requests().of(view, lane)
     reason = explain_gap(view, lane, row.longest) if row.longest is not None else None
-    return request_json(row, view.texts.group_name(lane.group), reason, why_first(view, row))
+    return request_json(row, view.texts.group_name(lane.request.group), reason, why_first(view, row))
 
 
 def request_json(row: RequestFigures, name: str, reason: Reason | None, first: Reason | None = None) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def request_json(row: RequestFigures, name: str, reason: Reason | None, first: R
     gaps = row.gaps
     return {
         "request": row.id, "chat": name, "state": row.state, "finished": not row.live,
-        "prompt_tokens": row.lane.prompt_tokens, "cached_tokens": row.cached_tokens,
+        "prompt_tokens": row.request.prompt_tokens, "cached_tokens": row.request.cached_tokens,
         "output_tokens": gaps.tokens if gaps is not None else None, "queue_ms": _exact(row.queue_ms),
         "queue_paused_ms": None if row.queue_ms is None else exact(row.paused_ms),
         "prefill_ms": _exact(row.prefill_ms), "first_token_ms": _exact(row.first_ms),
@@ -110,7 +110,7 @@ def request_json(row: RequestFigures, name: str, reason: Reason | None, first: R
         "gap_p99_ms": _exact(gaps.p99) if gaps is not None else None,
         "longest_gap": _gap(row.longest, reason) if row.longest is not None and reason is not None else None,
         "tokens_per_second": _exact(gaps.tok_s) if gaps is not None else None, "blocks": row.blocks,
-        "preemptions": row.preemptions, "tokens_computed_twice": row.recomputed_tokens,
+        "preemptions": row.request.preemptions, "tokens_computed_twice": row.recomputed_tokens,
         "tokens_cached_after_preemption": row.reused_tokens,
         "tokens_computed_after_eviction": row.after_evictions,
     }

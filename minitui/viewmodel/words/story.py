@@ -60,8 +60,8 @@ def _request(view: View, id: int) -> Story:
         return Story(f"Request r{id}", [("", "not submitted yet at this moment")])
     if lane is None and request is None:
         return Story(f"Request r{id}", [("", "no longer known: it finished before the start of this history")])
-    group = lane.group if lane is not None else request.group if request is not None else ""
-    story = Story(f"Request r{id}" + (f" · {view.texts.group_name(group)}" if group else ""))
+    last = request or (lane.request if lane is not None else None)
+    story = Story(f"Request r{id}" + (f" · {view.texts.group_name(last.group)}" if last and last.group else ""))
     state, size = view.moment.shown.state, view.moment.shown.state.block_size
     if request is not None:
         computed = state.computed(request)
@@ -80,9 +80,9 @@ def _request(view: View, id: int) -> Story:
         story.tell("finished", f"{how}, at step {lane.finish_step:,}")
     if lane is not None:
         figures = Requests().of(view, lane)
-        from_tree = f"{figures.cached_tokens:,} of {lane.prompt_tokens:,} tokens came from the tree"
-        stop, at, detail = (lane.stop, lane.stop_at, lane.stop_detail) if request is None else request.match
-        why = why_ended(view.history, lane, stop, at, figures.cached_tokens, detail)
+        cached, (stop, at, detail) = figures.request.cached_tokens, figures.request.match
+        from_tree = f"{cached:,} of {lane.request.prompt_tokens:,} tokens came from the tree"
+        why = why_ended(view.history, lane, stop, at, cached, detail)
         story.tell("prompt", from_tree + (f"; {why}" if stop else ""))
         if figures.first_ms is not None:
             story.tell("first token", first_token_words(figures, why_first(view, figures)))
@@ -91,11 +91,11 @@ def _request(view: View, id: int) -> Story:
             drafted, accepted = view.history.steps.drafts_of(id, lane.submitted_step, view.moment.horizon)
         if drafted:
             story.tell("drafts", f"{accepted:,} of {drafted:,} accepted: each accepted draft saves one step")
-        if figures.preemptions:
+        if figures.request.preemptions:
             reused = "the first before these records began; tokens from the tree again: unknown"
             if figures.reused_tokens is not None:
                 reused = f"then {count(figures.reused_tokens, 'token')} came from the tree again"
-            story.tell("preempted", f"{count(figures.preemptions, 'time')}; {reused}")
+            story.tell("preempted", f"{count(figures.request.preemptions, 'time')}; {reused}")
     if request is not None and request.table:
         shared = [block for block in request.table if state.holders[block] > 1]
         story.tell("blocks", f"{count(len(request.table), 'block')} of {size} tokens, {len(shared)} shared")
@@ -119,11 +119,11 @@ def _group(view: View, group: str) -> Story:
     if not lanes:
         story.tell("", "none of its requests is in this history")
     for lane in reversed(lanes[-8:]):
-        figures = Requests().of(view, lane)
         request = view.moment.shown.state.requests.get(lane.id)
+        cached = (request or lane.request).cached_tokens
         end = lane.finish_reason if request is None else "running" if request.state == "running" else "waiting"
         story.tell(
-            f"r{lane.id}", f"{end} · {figures.cached_tokens:,} of {lane.prompt_tokens:,} prompt tokens from the tree"
+            f"r{lane.id}", f"{end} · {cached:,} of {lane.request.prompt_tokens:,} prompt tokens from the tree"
             + (f" · {count(lane.output_tokens, 'token')}" if request is None and lane.output_tokens else "")
         )
     return story

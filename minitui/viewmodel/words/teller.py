@@ -376,12 +376,12 @@ class RequestTeller(Teller):
         if gap is not None:
             self._stalled.note(by_longest_gap(figures), f"r{lane.id}, {why}")
         if not self._json:
-            text = request_text(figures, view.texts.group_name(lane.group), why, first)
+            text = request_text(figures, view.texts.group_name(lane.request.group), why, first)
             t, step = view.history.live.state.t, view.history.steps.committed
             if not figures.live:
                 t, step = lane.finished_t, lane.finish_step
             return Line(t, step, "request", text)
-        data = request_json(figures, view.texts.group_name(lane.group), reason, first)
+        data = request_json(figures, view.texts.group_name(lane.request.group), reason, first)
         return JsonLine(0.0, 0, "request", json_text(data))
 
 

@@ -49,7 +49,7 @@ class Texts:
     def request(self, id: int) -> str:
         """Returns the label of a request in all panels: "#4·r5" for one of chat #4; "r5" if its chat has no number."""
         lane = self.history.lanes.lanes.get(id)
-        found = _NUMBERED.match(self.group_name(lane.group)) if lane is not None else None
+        found = _NUMBERED.match(self.group_name(lane.request.group)) if lane is not None else None
         return f"#{found[2]}·r{id}" if found and found[1] else f"r{id}"
 
     def labelled(self, text: str) -> str:

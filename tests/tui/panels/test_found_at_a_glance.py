@@ -137,7 +137,7 @@ def test_a_chat_has_one_label_and_one_colour_in_all_panels() -> None:
 def test_events_steps_and_stories_name_a_request_with_its_chat_in_its_colour() -> None:
     _, view = stress_view(CLASSROOM, 4.0, 30)
     lanes = view.history.lanes.lanes
-    groups = sorted({lane.group for lane in lanes.values()})
+    groups = sorted({lane.request.group for lane in lanes.values()})
     view.texts.group_names = {group: f"#{number} some r1 chat" for number, group in enumerate(groups, 1)}
     event = next(event for event in view.history.events.newest_first() if event.kind == "hit")
     step = next(step for step in range(view.moment.horizon, 0, -1) if view.history.steps.get(step).chunks)

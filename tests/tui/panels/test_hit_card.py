@@ -74,11 +74,12 @@ def test_the_card_has_the_figures_of_both_requests():
         card = rows(view, hit, width)
         assert len(card) == 3 and {runs_width(row) for row in card} == {width}
         text = "\n".join(map(plain, card))
-        assert f"{hit.lane.cached_tokens:,} cached + {hit.lane.prompt_tokens - hit.lane.cached_tokens:,}" in text
-        assert f"{hit.lane.cached_tokens // state.block_size} blocks" in text
+        request = hit.lane.request
+        assert f"{request.cached_tokens:,} cached + {request.prompt_tokens - request.cached_tokens:,}" in text
+        assert f"{hit.lane.request.cached_tokens // state.block_size} blocks" in text
         cached = sum(map(len, cells_in(card[1:2], "cached")))
         computed = sum(len(t) for t, style in card[1] if style == "prefill on select")
-        share = hit.lane.cached_tokens / hit.lane.prompt_tokens
+        share = hit.lane.request.cached_tokens / hit.lane.request.prompt_tokens
         assert cached == pytest.approx(share * (cached + computed), abs=1)
     first = view.history.first_tokens.items[0]
     step = view.history.lanes.lanes[first.request].submitted_step
@@ -89,7 +90,7 @@ def test_on_a_phone_no_figure_covers_another():
     _, view = stress_view(CLASSROOM, 4.0, 40)
     hit = last_hit(view)
     assert hit is not None and hit.source is not None
-    view.texts.group_names = {hit.source.group: "#9 tokens", hit.lane.group: "#12 paging"}
+    view.texts.group_names = {hit.source.request.group: "#9 tokens", hit.lane.request.group: "#12 paging"}
     sooner = Hit(hit.lane, 23.5, replace(hit.source, ttft=(5.0, 200.0)))
     for width in range(34, 110):
         card = [plain(row) for row in rows(view, sooner, width)]
@@ -112,7 +113,7 @@ def test_the_quotient_of_the_times_is_in_large_digits():
     digits = large("8.5×")
     assert all(digit in row for digit, row in zip(digits, text, strict=True)) and text[2].rstrip().endswith("sooner")
     no_gain = Hit(hit.lane, 140.0, source)
-    share = f"{100 * hit.lane.cached_tokens / hit.lane.prompt_tokens:.0f}"
+    share = f"{100 * hit.lane.request.cached_tokens / hit.lane.request.prompt_tokens:.0f}"
     assert no_gain.times_sooner is None and f"{large(share)[0]} % of the" in plain(rows(view, no_gain, 100)[0])
     assert [len({len(row) for row in large(sign)}) for sign in "0123456789×<."] == [1] * 13
     assert palette().style("bold hit on select")

@@ -282,7 +282,7 @@ def test_every_cell_of_the_table_is_the_figure_of_its_request() -> None:
     _, view = stress_view(TIGHT, 6.0, 60)
     table = RequestTable()
     lines = body(table, view, 200, 60)
-    assert len(table.rows) > 30 and any(row.preemptions for row in table.rows)
+    assert len(table.rows) > 30 and any(row.request.preemptions for row in table.rows)
     names = [column.name for column in COLUMNS if column.name != "chat"]
     for line, row in zip(lines[1:], table.rows, strict=False):
         assert line.split()[0] == f"r{row.id}" and line.split()[1] == row.state

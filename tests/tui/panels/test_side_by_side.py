@@ -108,7 +108,7 @@ def test_every_size_shows_whole_rows(batching: View, size: tuple[int, int], asci
     small = recorded_view(TraceReader(bundled()["small-pool"]))
     large = recorded_view(TraceReader(bundled()["h200-8b"]))
     large.earlier = small
-    large.texts.group_names = {lane.group: "\x1b[31m名前" for lane in large.history.lanes.lanes.values()}
+    large.texts.group_names = {lane.request.group: "\x1b[31m名前" for lane in large.history.lanes.lanes.values()}
     large.run_name = "\x1b[2J a name from outside"
     for view in (batching, large, View()):
         panel = SideBySide(frame="none")

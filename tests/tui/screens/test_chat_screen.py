@@ -90,8 +90,9 @@ async def test_a_token_of_an_answer_shows_what_else_it_could_have_been() -> None
         await press(pilot, "right", "right")
         await until(pilot, lambda: re.search("→ “g” +█+ +<25.0%", text(app)))  # the script lists only “P” and “Q”
         assert "rank below 2" in text(app)
-        asked = [lane.prompt_tokens for lane in app.view.history.lanes.lanes.values() if lane.group == "tokens"]
-        assert set(asked) >= {prompt, prompt + 2}, "each is a request for the tokens before it"
+        requests = [lane.request for lane in app.view.history.lanes.lanes.values()]
+        asked = {request.prompt_tokens for request in requests if request.group == "tokens"}
+        assert asked >= {prompt, prompt + 2}, "each is a request for the tokens before it"
         await press(pilot, "escape")
         app.session.ids_model = "another"
         with pytest.raises(EngineError, match="not known here"):

@@ -29,9 +29,9 @@ class PromptOrigin(LinePanel, can_focus=False):
         lane = view.history.lanes.lanes.get(id) if id is not None else None
         if lane is None:
             return Picture([Row("no request yet", "dim").done(width)])
-        prompt = max(1, lane.prompt_tokens)
+        prompt, (stop, at, detail) = max(1, lane.request.prompt_tokens), lane.request.match
         # A preempted request computes its prompt again: without `min`, the bar would be longer than the prompt.
-        cached = lane.cached_tokens
+        cached = lane.request.cached_tokens
         computed = min(lane.computed_tokens, prompt - cached)
         waiting = prompt - cached - computed
         g = glyphs()
@@ -42,17 +42,17 @@ class PromptOrigin(LinePanel, can_focus=False):
         if waiting > 0:
             words.add(f" · {waiting:,} left", "dim")
         rows = [row.done(width), words.done(width)]
-        if lane.stop:
-            why = why_ended(view.history, lane, lane.stop, lane.stop_at, cached, lane.stop_detail)
+        if stop:
+            why = why_ended(view.history, lane, stop, at, cached, detail)
             rows += wrapped(why, "dim", width)
             names = [pool.group.name for pool in view.moment.shown.state.groups]
-            if groups := _served_rows(served(names, lane), prompt, width):
+            if groups := _served_rows(served(names, lane.request), prompt, width):
                 if len(rows) + len(groups) <= height:
                     rows[2:2] = groups
                 elif len(groups) + 2 <= height:  # the bars have the numbers of the sentence
-                    again = again_ms(view.history, lane, lane.stop_at, cached)
+                    again = again_ms(view.history, lane, at, cached)
                     took = "" if again is None else f", {duration(again)}"
-                    last = f"{count(lane.stop_at - cached, 'token')} computed again{took}"
+                    last = f"{count(at - cached, 'token')} computed again{took}"
                     rows = [*groups, words.done(width), Row(last, "dim").done(width)]
         return Picture(rows[:height])
 

@@ -87,7 +87,7 @@ The last block has the slot of the newest state.""")
 
     def _without_table(self, view: View, id: int | None, width: int, height: int) -> Picture:
         lane = view.history.lanes.lanes.get(id) if id is not None else None
-        last = view.moment.shown.last_tables.get(lane.group) if lane is not None else None
+        last = view.moment.shown.last_tables.get(lane.request.group) if lane is not None else None
         if lane is None or last is None or last.request != lane.id or not last.table:
             any_request = view.selection is None and view.home is None
             text = "no request has run yet" if any_request else "no request of this chat has run yet"
@@ -98,7 +98,7 @@ The last block has the slot of the newest state.""")
             return Picture(wrapped(text, "dim", width), title="Block table")
         fates = [view.moment.shown.fate(block, last.seq) for block in last.table]
         in_tree = sum(fate in ("cached", "held") for fate in fates)
-        line, name = self._label(view, lane.id, lane.group), view.texts.title(lane.group)
+        line, name = self._label(view, lane.id, lane.request.group), view.texts.title(lane.request.group)
         of = f"{in_tree} of {len(fates)} blocks"
         texts = [f"  finished: {of} stay in the tree", f"  {of} cached"]
         head = _head(line, name, texts, "", width, height)

@@ -69,7 +69,7 @@ class Search:
                     return False
             else:
                 lane = view.history.lanes.lanes.get(event.request)
-                chat = view.texts.group_name(lane.group) if lane is not None else ""
+                chat = view.texts.group_name(lane.request.group) if lane is not None else ""
                 text = text or f"{event.kind} {view.texts.event(event)} {chat}"
                 if word not in text.lower():
                     return False

@@ -195,12 +195,12 @@ select one of these two, the label names that request. A label has the colour of
         owner = next((lane for lane in reversed(seen) if lane.id in view.links.requests), seen[-1])
         lit = owner.id in view.links.requests
         live = owner.finish_step > horizon
-        ink = owner_style(view.texts.colour(owner.group))
+        ink = owner_style(view.texts.colour(owner.request.group))
         label = Row(view.texts.request(owner.id), ("bold underline " if lit else "bold " if live else "") + ink)
         if len(seen) > 1:
             label.add(f" +{len(seen) - 1}", "dim")
         if named:
-            label.to(self.label - 11).add(fit(view.texts.title(owner.group), 10), "ink" if lit else "dim")
+            label.to(self.label - 11).add(fit(view.texts.title(owner.request.group), 10), "ink" if lit else "dim")
         row = Row().extend(label.done(self.label, "select" if lit else ""))
         cells = [(NOTHING, False)] * self.columns
         for lane in seen:

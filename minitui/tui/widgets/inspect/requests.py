@@ -41,9 +41,9 @@ def _ms(value: Value) -> str:
 COLUMNS = (
     Heading("request", 9, 0, lambda row: row.id, lambda value: f"r{value}", words=True),
     Heading("state", 10, 0, lambda row: row.state, str, words=True),
-    Heading("chat", 14, 6, lambda row: row.lane.group, words=True),  # the picture shows the name of the group
-    Heading("prompt", 7, 1, lambda row: row.lane.prompt_tokens),
-    Heading("cached", 7, 1, lambda row: row.cached_tokens),
+    Heading("chat", 14, 6, lambda row: row.request.group, words=True),  # the picture shows the name of the group
+    Heading("prompt", 7, 1, lambda row: row.request.prompt_tokens),
+    Heading("cached", 7, 1, lambda row: row.request.cached_tokens),
     Heading("queue", 8, 3, lambda row: row.queue_ms, _ms),
     Heading("prefill", 8, 3, lambda row: row.prefill_ms, _ms),
     Heading("first", 7, 1, lambda row: row.first_so_far_ms, _ms),
@@ -53,7 +53,7 @@ COLUMNS = (
     Heading("longest", 8, 0, lambda row: row.longest.ms if row.longest is not None else None, _ms),
     Heading("tok/s", 7, 2, lambda row: row.gaps.tok_s if row.gaps is not None else None, lambda value: f"{value:,.0f}"),
     Heading("blocks", 7, 2, lambda row: row.blocks),
-    Heading("preempt", 8, 3, lambda row: row.preemptions),
+    Heading("preempt", 8, 3, lambda row: row.request.preemptions),
     Heading("twice", 7, 4, lambda row: row.recomputed_tokens),
     Heading("reused", 7, 4, lambda row: row.reused_tokens),
     Heading("evicted", 8, 6, lambda row: row.after_evictions),
@@ -217,7 +217,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
             value = column.value(figures)
             style = "ink" if figures.live else "dim"
             if column.name == "chat":
-                row.add(fit(clean(view.texts.title(figures.lane.group)), column.width - 1, glyphs().dots), style)
+                row.add(fit(clean(view.texts.title(figures.request.group)), column.width - 1, glyphs().dots), style)
             elif column.words:
                 text = column.text(value)
                 if column.name == "state":
@@ -225,7 +225,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
                 elif column.name == "request":
                     label = view.texts.request(figures.id)
                     text = label if len(label) < column.width else text
-                    style = ("bold " if figures.live else "") + owner_style(view.texts.colour(figures.lane.group))
+                    style = ("bold " if figures.live else "") + owner_style(view.texts.colour(figures.request.group))
                 row.add(fit(text, column.width - 1, glyphs().dots), style)
             else:
                 text = glyphs().dash if value is None else column.text(value) + "+" * _so_far(figures, column.name)

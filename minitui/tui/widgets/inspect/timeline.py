@@ -100,7 +100,7 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         least = 3 if height >= WHOLE_FIRST else 2  # the third is the first token, with what it waited for
         while len(rows := wrapped(" · ".join(words), "ink", width)) > 2 and len(words) > least:
             del words[-2 if len(words) > 4 else -1]  # the gaps, at the end, are left out last
-        chat = view.texts.group_name(lane.group)
+        chat = view.texts.group_name(lane.request.group)
         title = f"Timeline of r{lane.id}" + (f" · {chat}" if chat else "")
         chosen = self._chosen()
         if chosen is None or self._found is None:

@@ -200,10 +200,10 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         self.lanes = alive[top : top + room - counted]
         rows = []
         for lane in self.lanes:
-            lit, ink = lane.id in view.links.requests, owner_style(view.texts.colour(lane.group))
+            lit, ink = lane.id in view.links.requests, owner_style(view.texts.colour(lane.request.group))
             name = view.texts.request(lane.id)
             if named:
-                name = fit(name, self.label - named) + fit(view.texts.title(lane.group), named - 1)
+                name = fit(name, self.label - named) + fit(view.texts.title(lane.request.group), named - 1)
             spans = line.request(lane, first, last)
             cells = track(spans, self.scale, self.cursor_column, request_labels, request=True)
             rows.append(self.track_row(name, cells, width, "bold accent" if lit else ink))
