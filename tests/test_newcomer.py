@@ -267,7 +267,6 @@ from minitui.tui.widgets.rows import wrapped
 
 class Odometer(LinePanel):
     TITLE = "Odometer"
-    help_text = "The number of the last step."
 
     def picture(self, view, width, height):
         return Picture(wrapped(f"step {view.moment.horizon:,}", "ink", width))
@@ -279,16 +278,17 @@ PANEL: list[Edit] = [
      '        does="Show the number of the last step.", help="the number of the last step"),\n'),
     ("minitui/tui/panels.py", "\nCOLUMNS = ",
      "from minitui.tui.widgets.inspect.odometer import Odometer\n\nCOLUMNS = "),
+    ("minitui/tui/help.md", "# Panels\n", "# Panels\n\n## Odometer\n\nThe number of the last step.\n"),
 ]
 TEST = """
 from minitui.tui import actions, openai_app
-from minitui.tui.screens.help import ABOUT
+from minitui.tui.screens.help import about
 from tests.support.app.driving import press, until
 from tests.tui.keys.test_keys import recording
 
 
 async def test_the_panel_is_reached_painted_and_named_wherever_the_others_are():
-    assert "Odometer       (8) the number of the last step" in ABOUT["inspect"]
+    assert "Odometer       (8) the number of the last step" in about("inspect")
     assert "odometer" in openai_app.need_records("there is no engine")
     async with recording((120, 40)) as (app, pilot):
         await press(pilot, "8")
@@ -333,7 +333,7 @@ WHOLE = {"name": "new", "widget": Waterfall, "column": "left", "every": 2, "help
     [
         ({"name": ""}, "lacks a `name`"),
         ({"widget": Unfinished}, "Unfinished inherits LinePanel.picture"),
-        ({"widget": NoHelp}, "write `help_text` into NoHelp"),
+        ({"widget": NoHelp}, "write a section 'Unfinished' into"),
         ({"column": "middle"}, "one of top, left, right, alone"),
         ({"every": 0}, "lacks a rate"),
         ({"turn": 2}, "lacks a rate"),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from minitui.tui import help
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.block_table import BlockTable
@@ -96,8 +97,8 @@ class Panel:
             (self.every < 1 or not 0 <= self.turn < self.every,
              "a rate: it is painted in frame `turn` of every `every` frames, with every >= 1 and 0 <= turn < every"),
             (not self.help, "a line of `help`"),
-            (self.can_focus and not hasattr(self.widget, "help_text"),
-             f"help for its keys and figures: write `help_text` into {self.widget.__name__}"),
+            (self.can_focus and self.widget.TITLE not in help.PANELS,
+             f"help for its keys and figures: write a section {self.widget.TITLE!r} into minitui/tui/help.md"),
             (self.alone and not self.part_of and not (self.key and self.does),
              "`key` and `does`: a panel that is never beside others is reached by a key"),
             (bool(self.key) and not self.alone, 'the column "alone": only its panels are shown by a key'),

@@ -12,7 +12,7 @@ from textual.containers import Container
 from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.widgets.bars import StatusBar, TopBar
-from minitui.tui.widgets.base import Picture, ScrollPanel, paragraphs
+from minitui.tui.widgets.base import Picture, ScrollPanel
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, wrapped
 from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.viewmodel.compare.comparison import Comparison, Difference
@@ -29,16 +29,6 @@ class Differences(ScrollPanel):
     """Up and down scroll."""
 
     TITLE = "What differs"
-    help_text = paragraphs("""\
-The figures of both runs, and the change from the first to the second: a share of the first, or how many times as much.
-"Better" and "worse" are given only for counts that differ, and for times and speeds that differ by more than a tenth:
-smaller differences are normal between two runs of the same setting. Each setting runs once: repeat the comparison to
-see how much the times vary on this machine. "Host waited for a core" is time in which other programs ran.
-
-Times are those of the engine, without pauses and slow motion. The time of a run is from the begin of its first step to
-the end of its last. A gap is the time between two arrivals of tokens of a request. "Computed" counts a prompt token
-twice if it was computed twice. p50 and p99 are taken over all requests (first token) or all gaps of all requests; n is
-their number.""")
     comparison: Comparison | None = None
 
     def picture(self, view: View, width: int, height: int) -> Picture:

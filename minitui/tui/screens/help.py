@@ -23,136 +23,21 @@ from minitui.text import match_reasons
 from minitui.tui.actions import BY_ID, key_label
 from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import glyphs
+from minitui.tui.help import PANELS as HELP_OF_PANELS
+from minitui.tui.help import SCREENS
 from minitui.tui.panels import PANELS
 from minitui.tui.screens.base import BaseScreen
 from minitui.tui.screens.dialogs import Overlay
 from minitui.tui.widgets.base import LinePanel
 
-SAVED = """\
-A chat is saved as soon as it has a question. F searches all saved chats; minitui chat --resume opens the last ones.
-A chat that is open in another minitui opens here as a copy, so neither overwrites the other."""
 MAX_WIDTH = 104  # columns, as in DEFAULT_CSS
 
 
-def _panels() -> str:
-    """Returns a line for each panel of the inspect screen, with its key."""
+def about(screen: str) -> str:
+    """Returns the text of a screen, with a line for each panel where it has {panels}."""
     keys = {name: f"({key_label(panel.key)}) " if panel.key else "" for name, panel in PANELS.items()}
-    return "\n".join(f"  {panel.title:<13}  {keys[name]}{panel.help}" for name, panel in PANELS.items())
-
-
-ABOUT = {
-    "cached": """\
-The server publishes which texts it stores in its prefix cache and removes from it (KV events). This screen is computed
-from these events and from the server's /metrics. What neither of them tells is not shown.
-
-  server         figures from /metrics
-  pool           its size; the blocks that requests hold; the blocks with a cached text; what is not shown, and why
-  cached texts   the tree of texts, decoded with the model's tokenizer
-  events         what the server removed
-""",
-    "lesson": """\
-A lesson has pages of text beside a real engine. The figures of an experiment are counted while it runs.
-
-  right, left    the next page, the previous page. On the last page, right opens the next lesson
-  page down, up  further down or up on this page, then the next or the previous page: the keys of a presenter's remote
-  a b c d        predict the result, before the experiment has run
-  enter          run the experiment; while it runs, go from picture to picture; on the last page, answer the question.
-                 Another page stops a running experiment
-  e              run the experiment to its end, without pauses
-  r              run the experiment again, or without a prediction; an earlier prediction does not count then
-  i              type your own text for the experiment, on pages that offer this
-  tab            on the last page: the next question, and the panel that shows its answer; on a page with HTTP: up and
-                 down then scroll the panel
-  v              the installed code that this page explains
-  L              all lessons, on each screen
-  n              one step of the engine, while an experiment has requests
-  0 1 2          the lesson, the chats of its experiment, the inspector. In the text box of a chat, press ctrl+g before
-                 a digit or L""",
-    "exercise": """\
-Your file is at the left; on a narrow terminal, it is on top. Save it in any editor, and it runs at once: the real
-scheduler, allocator and prefix tree, with your function in the place of one decision. The device is simulated: a step
-takes 4 ms, and 0.05 ms for each token.
-
-  e              open the file in your editor ($VISUAL or $EDITOR); one in the terminal takes the screen until it ends
-  r              run the file again
-  comma, .       one step back, one step forward; 2 and 3 show the step in the other panels
-  4              the run of the reference and yours on one clock; tab shows the figures of both
-  up, down       scroll the file
-
-The result tells the first rule that is broken, and the panels show its step. If all rules are kept, the score is 100
-for the figure of the reference, and 200 for half of it. What the code prints is shown below, and goes nowhere else.
-
-The code runs in a process of its own: at most 5 s of processor time, 20 s and 256 MiB. It starts no processes, opens no
-connections and changes no files. This stops accidents, not attacks: run only code that you trust.
-""",
-    "compare": """\
-Two runs of the same work under two settings, on one clock: both begin at the left edge.
-
-  left, right    move the cursor; it is at the same moment of both runs
-  [ ]            zoom in and out; page up and page down move the picture; end shows the whole runs
-  k              the clock: milliseconds, or steps
-  up, down       choose the same request in both runs
-  tab            the lanes, or the figures of both runs
-  S              save new runs as recordings, for minitui compare A.trace B.trace""",
-    "chat": f"""\
-One engine answers all chats here. A step can compute the next tokens of many chats. The rest of the step's token budget
-goes to prompts that are not computed yet.
-
-A prompt is divided into blocks of tokens; a block usually has 16. Attention needs the keys and values of these tokens
-(the KV cache); they are kept in a pool of blocks. A radix tree records the text of each full block, so a second prompt
-with the same beginning can reuse the blocks instead of computing them. The line under an answer says how many tokens of
-its prompt came from the cache, and why the rest did not:
-
-{match_reasons()}
-
-The chips on the right are this chat's block table. Each chip is one block; its number is the block in the pool. Two
-chats with the same number share that memory.
-
-{SAVED}
-
-Try: ask a question, press esc, then r: the same question in a new chat uses the cached blocks.
-The lessons explain the words of this screen from the beginning: minitui lesson 0, in a terminal.""",
-    "foreign": f"""\
-One server answers all chats here. It does not report what its engine does: its steps and its cache are not shown. The
-panel beside the answer, or the line above a narrow one, shows the figures of the server's page /metrics. A figure that
-this page does not have is unknown. The times under an answer are measured here.
-
-{SAVED}""",
-    "inspect": f"""\
-The engine records what it does, step by step. This screen is computed from those records.
-
-{_panels()}
-
-Tab goes to the next panel, and ? explains the panel with the focus. Select an item with the arrow keys: every panel
-marks it. z shows one panel alone. Enter in a list of steps or gaps goes to that moment and shows all panels; esc goes
-back to the list.""",
-    "lecture": """\
-One sentence says what the step did and why. Below it are the step, the blocks and the tree; what has changed glows.
-
-  n, page down    run the next step, then pause the engine; after going back, show the next step
-  comma, page up  show the previous step; the engine's state does not change
-  d               predict: you are asked about an arrival, an eviction or a preemption before it is shown; a, b
-                  and c answer, n shows the step
-  u               run until an admission, a hit, an eviction, a preemption, a finish, or a slow step
-  < and >         slower, faster: slow motion shows every step without a pause
-
-The other keys of a presenter's remote have no effect here.""",
-    "replicas": """\
-Several servers answer these chats. The first question of a chat goes to its home replica. A hash of the system prompt
-selects it; a chat without system prompt uses a hash of the question. So chats with the same system prompt usually share
-one cache. Later questions go to the replica that wrote the last answer, because its cache may hold the conversation. A
-replica with at least four requests, and with more than 1.25 times the mean of all replicas, is skipped. The question
-then goes to the next replica in the order of the hash.
-
-  up, down   choose a replica; the lines under the table describe it
-  enter      show this replica in the panels of the other screens; pressed again, the panels follow the current chat
-             (only minitui servers report to the panels)
-  P, U       pin the current chat to this replica; remove the pin
-
-A dash means that the server does not report the figure; "ours" counts the requests of this application. A replica that
-is down is tried again at growing intervals. Its requests go to the next replica. A request whose answer had begun ends
-with an error.""",
-}
+    panels = "\n".join(f"  {panel.title:<13}  {keys[name]}{panel.help}" for name, panel in PANELS.items())
+    return SCREENS[screen].format(panels=panels, saved=SCREENS["saved"], reasons=match_reasons())
 
 
 def _signs() -> str:
@@ -164,8 +49,8 @@ def _signs() -> str:
 
 def panel_help(widget: object) -> list[tuple[str, str]]:
     """Returns a (title, text) pair for the panel with the focus, in a list; empty if it has no help text."""
-    text = getattr(widget, "help_text", "")
-    return [(f"The panel with the focus: {getattr(widget, 'TITLE', '')}", text)] if text else []
+    title = getattr(widget, "TITLE", "")
+    return [(f"The panel with the focus: {title}", HELP_OF_PANELS[title])] if title in HELP_OF_PANELS else []
 
 
 def reflow(text: str, width: int) -> str:
@@ -174,9 +59,9 @@ def reflow(text: str, width: int) -> str:
 
 
 def name_of_text(screen: Screen[Any], mode: str) -> str:
-    """Returns the name of the text in ABOUT for a screen that is shown in `mode`."""
+    """Returns the name of the text for a screen that is shown in `mode`."""
     name = (screen.ABOUT if isinstance(screen, BaseScreen) else "") or mode
-    return name if name in ABOUT else "chat"
+    return name if name in SCREENS else "chat"
 
 
 def _reflowed(lines: list[str], width: int) -> list[str]:
@@ -227,7 +112,7 @@ def _bindings(node: DOMNode) -> tuple[Binding, ...]:
 
 
 class HelpScreen(Overlay[None]):
-    """Shows `before` ((title, text) pairs), then ABOUT[`about`], then the keys `here`, then all actions."""
+    """Shows `before` ((title, text) pairs), then the text `about`, then the keys `here`, then all actions."""
 
     app = getters.app(AppBase)
 
@@ -261,7 +146,7 @@ class HelpScreen(Overlay[None]):
                     yield Static(title, classes="head", markup=False)
                     yield self._fitted(partial(_text, text))
                 yield Static("The whole screen", classes="head")
-                yield self._fitted(partial(_text, ABOUT[self._about]))
+                yield self._fitted(partial(_text, about(self._about)))
                 if self.app.current_mode == "chat":
                     yield Static(Content(_signs()))
                 for group in self._here:

@@ -104,11 +104,6 @@ NEAR = 12  # cells; a jump of the cursor takes as many bytes
 NARROWEST = 8  # cells; narrower panels are blank
 
 
-def paragraphs(text: str) -> str:
-    """Returns the text with one line for each paragraph. Blank lines separate paragraphs."""
-    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n")) + "\n"
-
-
 def selected(view: View, kind: str) -> Any:
     """Returns the id of the selection if it is of this kind ("block", "node", …), else None."""
     return view.selection.id if view.selection is not None and view.selection.kind == kind else None

@@ -14,7 +14,7 @@ from textual.binding import Binding
 from minitui.text import count, duration, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import owner_style
-from minitui.tui.widgets.base import Picture, paragraphs
+from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.inspect.waterfall import request_legend
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, legend, runs_width
 from minitui.tui.widgets.rows import cells as width_of
@@ -43,21 +43,6 @@ class SideBySide(AxisPanel):
     TITLE = "Two runs"
     MORE = ": up and down show them"  # after the number of the requests that are not in sight
     TIMES = True  # the line above a run has its time, speed and longest gap
-    help_text = paragraphs("""\
-Two runs of the engine on one clock. Both begin at the left edge, and a column is the same time in both, so the shorter
-run is the faster one. The row of steps shows what the steps of a run computed: only prompts, prompts and decodes, or
-only decodes. Each row below is a request: it waits, its prompt is computed, it decodes, it
-finishes. The longest gap between two tokens of a request is marked if it is more than three times as long as its median
-gap. The nth row of one run and the nth row of the other are the nth request; up and down choose a pair.
-
-If a column is several steps, the row of steps shows a prompt in it as soon as one of them computed one. A request's
-prefill has at least one column.
-
-Pauses and slow motion do not count. A time without work is drawn as at most one second.
-
-The cursor is at the same moment of both runs. The lines at the bottom say what each run does at that moment, and how
-many tokens it has written by then. The second clock counts steps instead of milliseconds: steps are the same on every
-machine, times are not. The mouse wheel changes the scale, and dragging moves the picture.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1)", "cursor left", show=False, id="runs.left"),
         Binding("right", "move(1)", "cursor right", show=False, id="runs.right"),

@@ -18,7 +18,7 @@ from textual.binding import Binding
 
 from minitui.tui.glyphs import ASCII, glyphs
 from minitui.tui.theme import LIT
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, Thing, paragraphs, selected
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, Thing, selected
 from minitui.tui.widgets.chat import occupancy
 from minitui.tui.widgets.inspect.block_colours import COLOURINGS, SIGNED, Layer, lay_out, with_filling
 from minitui.tui.widgets.rows import Line, Row, Run, Runs, runs_width
@@ -136,27 +136,6 @@ class BlockMap(LinePanel):
     TITLE = "KV blocks"
     NEEDS_STATE = True
     NUMBERS = False  # each cell has the number of its block, if there is room
-    help_text = paragraphs("""\
-The pool of KV memory, one cell or half a cell per block. A model with several kinds of memory has a strip for each of
-its groups: full attention, whose blocks the map shows, windows with pages, and recurrent states with slots. A block
-holds the keys and values of some tokens, usually 16. A free block is unused. An active block belongs to one request. A
-shared block is read by several requests whose texts begin with the same tokens. A cached block is held by no request;
-the tree keeps it for prompts that begin with the same text, and evicts it when blocks are needed. A large map (z)
-describes the selected block: tokens, holders, age, history. The page keys show each block of a pool that has more
-blocks than the map has places. ▄ marks the block in which a request's next token is stored. Bright cells have just
-changed.
-
-Waste is memory or work that serves nothing. Unused slots are the places in the requests' blocks that hold no token yet;
-most are in the last block of each request, so smaller blocks waste fewer. A copy is a block that holds the same tokens
-after the same prefix as another block: without the prefix cache, or with different cache salts, requests do not share.
-Tokens computed again, since the engine started: prompt tokens whose cached blocks had been evicted, tokens that a
-preempted request had computed before, and duplicates. A duplicate is a token of a block that was freed because the tree
-already had a block with the same text. This happens when two requests compute the same prompt at the same time; when
-an answer repeats a cached answer, because the tokens of an answer are always computed; and with the last token of a
-cached prompt and its block. A larger pool avoids evictions and preemptions. A dash stands for figures that the
-recording does not have. vLLM does not report tokens computed again: then only what preempted requests computed again is
-known, from their steps. vLLM keeps one block of its pool, the null block, for itself: of 1,200 blocks, 1,199 hold
-tokens.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1, 0)", "block before", show=False, id="map.left"),
         Binding("right", "move(1, 0)", "block after", show=False, id="map.right"),

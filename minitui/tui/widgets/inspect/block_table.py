@@ -15,7 +15,7 @@ from engine.trace.side_pool import OWN
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import LIT, owner_style
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, Thing, neighbour, paragraphs, selected
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, Thing, neighbour, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clip, fitting, legend, wrapped
 from minitui.viewmodel.state.side_groups import FULL
 from minitui.viewmodel.view import View
@@ -30,12 +30,6 @@ class BlockTable(LinePanel):
 
     TITLE = "Block table"
     NEEDS_STATE = True
-    help_text = paragraphs("""\
-Paging. A request numbers its tokens 0, 1, 2, …; with blocks of 16 tokens, tokens 0 to 15 are its logical block 0, and
-so on. The table shows, under each logical block, the physical block that stores it. A request can use any free block,
-so free blocks need not lie side by side. ×4: four requests have this block in their tables and read it. A model with
-several kinds of memory has a row for each: the page of a window, the slot with the state after a block's last token.
-The last block has the slot of the newest state.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1)", "block before", show=False, id="table.left"),
         Binding("right", "move(1)", "block after", show=False, id="table.right"),

@@ -13,7 +13,7 @@ from textual.binding import Binding
 
 from minitui.trace.foreign import REMOVED
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import Opened, Picture, SearchPanel, paragraphs
+from minitui.tui.widgets.base import Opened, Picture, SearchPanel
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit, named
 from minitui.viewmodel.history.events import EVENTS_KEPT, KINDS, PAGES, Event
 from minitui.viewmodel.history.events import Events as EventLog
@@ -111,18 +111,6 @@ class Events(SearchPanel):
 
     TITLE = "Events"
     NEEDS_STATE = True
-    help_text = paragraphs("""\
-Every decision of the engine with its reason, the newest at the top: which request was admitted and how long it had
-waited; how many tokens a prompt took from the tree, and why not all of them; which blocks were evicted and for which
-request; which request was preempted; how each request finished. Choosing an event selects its request or node, and
-shows all of its text. The list then keeps its place while newer events arrive; Home shows the newest again.
-
-f shows one group of kinds. For a model with several kinds of memory, "pages" shows what happened to the pages of its
-windows and the slots of its recurrent states: take, borrow (a hit), drop, keep (in the tree), and lose (evicted). /
-searches: an event must contain every word. "r12" means request 12, the name of a kind ("evict", "hit", …) means this
-kind, any other word is searched in the text and in the name of the chat.
-
-A dash in place of the step: the event came before the first step that is known, or its step has not begun.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "later", show=False, id="events.up"),
         Binding("down", "move(1)", "earlier", show=False, id="events.down"),

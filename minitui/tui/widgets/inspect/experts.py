@@ -9,7 +9,7 @@ from textual.binding import Binding
 
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run, Runs, legend, wrapped
 from minitui.viewmodel.history.experts import ExpertLoad
 from minitui.viewmodel.view import View
@@ -26,15 +26,6 @@ class ExpertMap(LinePanel):
 
     TITLE = "Experts"
     NEEDS_STATE = True
-    help_text = paragraphs("""\
-A layer of a mixture-of-experts model has many small MLPs in place of one, and a router sends each token to a few of
-them. Each line is a layer, each cell an expert; the height of its bar shows its recent load. A bar of middle height is
-the layer's mean; two levels higher is twice the mean; a dot is an expert without tokens. The figure at the right is
-the hottest expert's load, in multiples of the mean.
-
-A decode step reads the weights of every expert that some token of the batch uses, so a small batch is cheap
-if its tokens use the same experts. If the experts of a layer are on different GPUs, the layer waits for the GPU with
-the most work.""")
     BINDINGS: ClassVar = [
         Binding("up", "layer(-1)", "layer before", show=False, id="experts.up"),
         Binding("down", "layer(1)", "layer after", show=False, id="experts.down"),

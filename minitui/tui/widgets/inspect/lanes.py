@@ -14,7 +14,7 @@ from textual.binding import Binding
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import owner_style
-from minitui.tui.widgets.base import LinePanel, Picture, Thing, neighbour, paragraphs, selected
+from minitui.tui.widgets.base import LinePanel, Picture, Thing, neighbour, selected
 from minitui.tui.widgets.inspect.vitals import spark
 from minitui.tui.widgets.rows import Row, Run, Runs, clip, fit, fitting, legend, runs_width
 from minitui.viewmodel.explain.stalls import Stall, worst_stall
@@ -39,17 +39,6 @@ class BatchLanes(LinePanel):
 
     TITLE = "Batch lanes"
     NEEDS_STATE = True
-    help_text = paragraphs("""\
-Continuous batching. Each line is a request, each column one or more steps. A request first waits, then its prompt is
-prefilled (many tokens per step), then it decodes until it finishes. Requests join and leave between any two steps; no
-request waits for the slowest request of a batch. The longest gap between two tokens in sight is red if it is a stall,
-at least twice as long as the median of its request; behind it are its length and its largest cause. With more requests
-than lines, those that decode in all steps in sight have no line: the last row counts them. The first row is the time:
--2 s is two seconds before the last step. The second row has a bar for the duration of each step; for a column of
-several steps, of the slowest. A full bar is the longest duration in sight; the last row says how long it is. × means
-preempted: the pool was full and the request released its blocks. With more requests than lines, a line is reused when
-its request has finished: "r9 +2" means that r9 uses the line now, and that two finished requests used it before. If you
-select one of these two, the label names that request. A label has the colour of its chat.""")
     BINDINGS: ClassVar = [
         Binding("up", "choose(-1)", "request above", show=False, id="lanes.up"),
         Binding("down", "choose(1)", "request below", show=False, id="lanes.down"),

@@ -11,7 +11,7 @@ from textual.binding import Binding
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import owner_style
-from minitui.tui.widgets.base import LinePanel, Picture, Thing, neighbour, paragraphs, selected
+from minitui.tui.widgets.base import LinePanel, Picture, Thing, neighbour, selected
 from minitui.tui.widgets.inspect.timeline import TimelineOpened
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, first_rows, fit
 from minitui.viewmodel.explain.stalls import Reason, explain_gap, gap_words
@@ -87,28 +87,6 @@ class RequestTable(LinePanel):
 
     TITLE = "Requests"
     NEEDS_STATE = True
-    help_text = paragraphs("""\
-One line for each request that runs, waits, or finished recently. All times are in milliseconds; pauses and slow
-motion do not count. "first" is the time to first token: queue + prefill. "+" marks a wait or a gap that has not
-ended: the time so far. "tok/s" counts the tokens after the first one, from the arrival of the first token to that of
-the last one; the line under a reply has the same. A gap is the time
-between two tokens of a request; accepted drafts arrive together with a token. p50 and p99 are percentiles of the last
-gaps (at most 4,096), "longest" is the longest gap, also one that has not ended ("so far"), and the text at the end says
-what caused this gap. "cached" is the number of prompt tokens that came from the tree. "blocks" is the number of blocks
-that the request holds, or held when it finished. "preempt" is how often the request lost its blocks, and "twice" is how
-many tokens were computed again because of that. "reused" is how many came from the tree instead. "evicted" is how many
-tokens of the prompt were computed because their cached blocks had been evicted.
-
-In the causes, "usual" is what the token's step should take without prompts, computed from the costs of the last 1,000
-steps. A time up to 25 % above the expected one is "the usual variation": it needs no cause, and
-neither does a "rest" beside causes. "Next step 57" is a step that the host launched before the step of the token
-ended; the launch of its prompt delayed the token.
-
-A dash means: not known, or not yet. Where the panel is narrow, some columns are left out; the column by which the rows
-are sorted is always shown. Click a heading to sort by it, s reverses the order. Enter opens the timeline of the
-selected request: the gap before each of its tokens. l selects the request with the longest gap of all. The lines at the
-bottom name this request, and the one that waited longest for its first token: this wait is not a gap. Without a
-selection, Enter opens the timeline of the request with the longest gap.""")
     BINDINGS: ClassVar = [
         Binding("up", "choose(-1)", "request above", show=False, id="requests.up"),
         Binding("down", "choose(1)", "request below", show=False, id="requests.down"),

@@ -12,7 +12,7 @@ from textual.message import Message
 
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.chart import LABEL, bars, scale_of
 from minitui.tui.widgets.rows import Row, Run, Runs, legend, wrapped
 from minitui.viewmodel.explain.stalls import gap_words
@@ -46,22 +46,6 @@ class RequestTimeline(LinePanel):
 
     TITLE = "Timeline"
     NEEDS_STATE = True
-    help_text = paragraphs("""\
-The gap before each token of one request: the selected one, else the newest. A column is one arrival of tokens; with
-more arrivals than columns, a column shows the longest of several gaps. The colour is that of the step in which the
-token arrived: the step only decoded; it also computed prompts of other requests; it accepted drafts; or it computed
-this request again after a preemption. Pauses and slow motion are not part of a gap.
-
-The mark above the chart is the longest gap. The line below the chart explains the chosen gap, at first the longest: the
-step of the token and the causes in milliseconds. They come from the records of the engine: prompts of other requests,
-time in the queue after a preemption, tokens computed again, pauses of the host. "Unexplained" is the rest, for which no
-cause was measured. "Usually" is what the step should take without prompts. It is computed from the costs of the last
-1,000 steps of this run. A time up to 25 % above the expected one is "the usual variation": it is not explained.
-
-Where steps overlap, the host launches the next step before the results of a step arrive. If the next step has a prompt,
-its launch delays the token. So the step of the token and the step of the prompt, "next step 57", differ by one.
-
-If the longest gap is much longer than the others, the scale is logarithmic.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1)", "token before", show=False, id="timeline.left"),
         Binding("right", "move(1)", "next token", show=False, id="timeline.right"),

@@ -14,7 +14,7 @@ from textual.binding import Binding
 
 from minitui.text import ms, short
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, neighbour, paragraphs
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, neighbour
 from minitui.tui.widgets.chart import LABEL, bars, scale_of
 from minitui.tui.widgets.inspect.host_device import host_and_device, means_row
 from minitui.tui.widgets.inspect.step_bar import cause_within
@@ -140,53 +140,6 @@ class StepTimings(LinePanel):
 
     TITLE = "Timings"
     NEEDS_STATE = True
-    help_text = paragraphs("""\
-Decoding usually waits for memory: it reads the weights for few tokens, so a few more requests often cost little. A long
-prefill computes many tokens at once, and usually waits for computation. A mixed step does both, and every request in it
-waits for the whole step: this is a reason to cut long prompts into chunks. One step in a hundred takes longer than p99.
-The table is about the steps of the last ten seconds: the title says how many. It has the time that a step took ("took
-ms"), with a kind's share of the time. Where steps overlap, it has the device's times ("device ms") and shares of the
-device's time, because the time between two results includes the launch of the next step. The chart and the list of the
-slowest steps always have the time that a step took ("took").
-
-A step's time begins with the results of the step before: it contains the commit of that step and, with overlap, the
-plan and the launch of the next step. Pauses and slow motion do not count. A prefill is launched kernel by kernel, so
-its launch can cost more time than the device.
-
-"Expected" is the time that a step should take. It is computed from rows, prompt tokens and the keys that attention
-reads, with costs that are fitted to up to 1,000 steps before; at the beginning of a run, to its first steps. A replay
-of the whole run says the same. The first 1,000 steps of a recording that begins later are explained by all of them. A
-step that would determine its own expected time is left out. If the steps before had other numbers of rows, and do not
-tell what these rows cost, the expected time is unknown. The explanation of a step stays the same. The
-number after "+" is the excess, followed by its measured causes, all in milliseconds. An excess of up to 25 % of the
-expected time is the usual variation: it has no causes. A "rest" beside causes is
-within it, too.
-
-"Unexplained" is the part of the excess for which no cause was measured. A prompt has a cost only if the fit determines
-this cost: its standard error is at most 30 % of it. vLLM reports only when a step ended, not the launch or the device:
-there, no time can be put down to prompts.
-
-With several ranks (GPUs), each rank computes a part of every layer, and twice per layer the ranks add up their parts.
-During this exchange, no rank computes; the time of the exchange includes the wait for the slowest rank.
-
-A line says whether the host or the device limits the speed: the device, if the host waits for half of the time or more.
-If this differs, there is a line for the steps in whose time the host launched prompts, and one for the others, with
-their number and share of the time. With overlap, the host launches a prompt in the time of the step before: so a step
-can launch prompts and decode only. If another program had the core of the engine (also the process that draws
-this screen), a line has its share of the time; host and device share the other time. The times of steps, host and
-device include it, and the two means then say "with other programs". A record has the length of these
-delays, but not their place in the step, so the host's share of the other time can be a range. The delays are not read
-in every short step: a reading has those of all steps since the reading before. A line says if they are known for less
-than 90 % of the steps. The tracks show the work of host and device in the last steps. While the device computes, the
-host can plan the next step. The device's time runs from a step's first kernel to its last. Without CUDA graphs the
-device also waits for launches in this time, so it is busy for at most the given share of the time. The waterfall (w)
-shows the tracks with an axis, for all steps that are kept.
-
-Where there is room, a list has the slowest ten of the last 1,000 steps (its heading says of how many; in a large panel,
-left and right change it) with their causes; a large panel (z) also shows the time of each
-step and a histogram. Up and down choose a step of the list; a cause that is too long for its row is below the list. d
-opens all details of the step, and Enter goes back in time to the step, as does a click on the chosen step. Where the
-list is narrow, a time with a plus is an excess, as "launch +12.3", and one without is expected.""")
     BINDINGS: ClassVar = [
         Binding("enter", "open", "open the slowest step, or go to the chosen one", show=False, id="timings.open"),
         Binding("d", "details", "all details of the chosen step", show=False, id="timings.details"),

@@ -19,7 +19,7 @@ from engine.trace.views import FREE, NodeView
 from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import LIT
-from minitui.tui.widgets.base import Opened, Picture, SearchPanel, Thing, neighbour, paragraphs, selected
+from minitui.tui.widgets.base import Opened, Picture, SearchPanel, Thing, neighbour, selected
 from minitui.tui.widgets.inspect.icicle import Icicle, icicle
 from minitui.tui.widgets.rows import (
     Row,
@@ -76,23 +76,6 @@ class RadixTree(SearchPanel):
     TITLE = "Radix tree"
     NEEDS_STATE = True
     EMPTY = "no prompt has filled a block yet"
-    help_text = paragraphs("""\
-The prefix cache. Each node is a run of tokens whose keys and values are in the pool; the nodes on a path from the top
-form a text. v shows the nodes as bars or as a table. A bar lies at the positions of its tokens in the text; a node is
-as high as it has branches, because each of them uses it. The fill says how many requests use the node. The name of a
-request is behind its last token, and what it has computed is behind its last node until a block of it is full. Hatched
-texts have just been evicted. In a model with several kinds of memory, a prompt can go on only where a state or a window
-was kept: the signs and the numbers of tokens say where. A new prompt follows the tree as far as its tokens match, uses
-the full blocks of these tokens, and computes the rest. Users: the requests that hold the node now. Saved: the prompt
-tokens that new requests took from the node instead of computing them. What a preempted request takes again is not
-saved: the request had computed these tokens itself. Nodes without users can be evicted; evict # is the order of
-eviction: the least recently used leaf first, or the oldest (--eviction-policy). The nodes with the numbers 1 to 4 are
-always shown below the tree. When few blocks are free, a line names the blocks that the next allocations take: first the
-free blocks, then the last blocks of node 1, and so on. The last line says how many prompt tokens the cache saved, and
-how many tokens preempted requests took again. "Since step 2,509": the history begins with this step. If there is room,
-the line also has the tokens of the last minute of working time: pauses and the delay of slow motion do not count, idle
-time does. ◌ marks a node of which the running step still computes blocks. A large panel (z) also has the text of the
-selected node.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "node above", show=False, id="tree.up"),
         Binding("down", "move(1)", "node below", show=False, id="tree.down"),

@@ -9,7 +9,7 @@ from textual.binding import Binding
 
 from minitui.text import count, ms, short
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.chart import LABEL, Scale, bars, scale_of
 from minitui.tui.widgets.inspect.timeline import JumpRequested
 from minitui.tui.widgets.rows import Row, Run, Runs, fitting, legend
@@ -32,24 +32,6 @@ class TrendCharts(LinePanel):
 
     TITLE = "Trends"
     NEEDS_STATE = True
-    help_text = paragraphs("""\
-One chart for each figure, over 3 seconds to 2 hours: at first the shortest span that shows the whole run. In each
-column the solid part is p50, the median, and the shaded part ends at p99: one value in a hundred is higher. For cache
-hits the bad values are the low ones, so p1 is the solid part and p50 is the end of the shaded part.
-
-"First token" is the time from a question to the first token of its answer: queue + prefill. "Token gaps" are the times
-between two tokens of a request, also if it was preempted between them. "Hit of a prompt" is the share of one prompt
-that came from the cache; the hit rate beside it, as in the vitals, is that of all prompt tokens together. "Pool" is the
-share of blocks that hold data, and "queue" the number of waiting requests: for half of the time, they were not above
-their p50, and "now" is the value at the moment of the picture, which may have lasted for less than 1 % of the time and
-be above p99. Pauses and slow motion do not count as time.
-
-Percentiles of up to 4,096 values are exact; of more values, they are exact within 3 %. Those of fewer than ten values
-are two of the values. "Of 64" is the number of values.
-The charts count all first tokens of their span; the median in Timings is that of the last 32 first tokens.
-
-The figures beside each name are of the whole span, or of the column under the cursor. If the largest value is much
-larger than the usual one, the scale is logarithmic.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1)", "earlier", show=False, id="trends.left"),
         Binding("right", "move(1)", "later", show=False, id="trends.right"),

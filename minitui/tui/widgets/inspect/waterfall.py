@@ -15,7 +15,7 @@ from textual.binding import Binding
 from minitui.text import duration, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import owner_style
-from minitui.tui.widgets.base import Opened, Picture, neighbour, paragraphs, selected
+from minitui.tui.widgets.base import Opened, Picture, neighbour, selected
 from minitui.tui.widgets.inspect.step_bar import contents
 from minitui.tui.widgets.inspect.timing_rows import limit_rows
 from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, fit, legend, named, runs_width
@@ -51,39 +51,6 @@ class Waterfall(AxisPanel):
 
     TITLE = "Waterfall"
     NEEDS_STATE = True
-    help_text = paragraphs("""\
-Time runs to the right; the scale is in milliseconds from the left edge. The time of the left edge is in seconds since
-the first record that the application knows; in a recording, since its beginning, as in the bar at the bottom. The row
-of steps shows when the results of each step arrived on the host. The next rows show what the host did for which step,
-when the device computed, and what delayed the host. With overlap, the host plans and launches the next step while the
-device computes: then the device has no gaps, and the host waits. If the host never waits and the device has gaps, the
-host limits the speed. A line says which one limits: the device if the host waits for at least half of the time. If the
-host limits steps in whose time it launches prompts, and the device limits the others, there is a line for each, with
-its share of the time. If another program had the core of the engine, a line has its share of the time; host and device
-share the other time.
-
-Parts of a step on the host: emit (output and commands between two steps), gate (a pause or slow motion), plan, launch,
-wait (for the device), commit. They add up to the time between two arrivals. "Not reported" is time for which the
-records do not say what the host did: vLLM reports neither launch nor wait ("launch or wait" is the time of both, which
-nothing separates), and recordings of older versions have no record of emit, gate and wait. A pause and slow motion are
-drawn as at most 2 ms, and time without work as at most 1 second; the figures give the true times.
-
-The row of pauses shows garbage collection (gc), time in which another program used the core (delayed), and signals
-that stopped the process (stop). Their lengths are measured, their places inside the step are not: they are drawn at
-its end.
-
-A step's time on the device is measured, its begin is not. The device begins a step when the host launches it and the
-step before has ended, and its results arrive after its end; if the host waited for them, at its end. Mostly this
-determines the place. Where it does not, ░ (: in ASCII) marks the time before and after the part that is certain, and
-"began within" is the length of the uncertain time. A dash means that the device does not report its time.
-
-◂ at the left edge marks a step that began before the picture; ╱ (? in ASCII) marks time that is not reported.
-
-Where the panel has few rows, the row of pauses is left out if there are no pauses, and parts without time are left
-out. d opens all details of the step, Enter those of the selected request or step.
-
-The picture follows the newest step. It stops if you move it or the cursor; press "end" to follow again. The mouse
-wheel changes the scale, dragging moves the picture, and a click sets the cursor.""")
     BINDINGS: ClassVar = [
         Binding("left", "part(-1)", "part before", show=False, id="waterfall.left"),
         Binding("right", "part(1)", "part after", show=False, id="waterfall.right"),

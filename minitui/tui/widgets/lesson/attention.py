@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs, fitting, legend, wrapped
 from minitui.viewmodel.board import KeyRead
 from minitui.viewmodel.view import View
@@ -18,11 +18,6 @@ class Attention(LinePanel):
     the newest step that has one."""
 
     TITLE = "Who sees whom"
-    help_text = paragraphs("""\
-Causal attention. Each line is a query of the step, each column a key. A query can see the keys of the tokens up to its
-own. If the whole prompt is computed in one step, the picture is a triangle. If the beginning of the prompt is cached,
-its keys are there, but it has no queries in this step: the picture is a rectangle with a slanted end. The numbers on
-the left are the positions of the queries, the numbers above the positions of the keys.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         row = view.shown_step()

@@ -7,7 +7,7 @@ from math import log
 
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs, fit, wrapped
 from minitui.viewmodel.board import Curve, Curves
 from minitui.viewmodel.view import View
@@ -21,10 +21,6 @@ class CostCurves(LinePanel):
     """Draws each curve with a sign of its own, and its numbers below."""
 
     TITLE = "Costs"
-    help_text = paragraphs("""\
-The time of one step by its size. Both scales are logarithmic: each step to the right multiplies the size by the same
-number, and equal heights are equal factors. A flat curve means that a larger step costs the same. The numbers below are
-milliseconds, the median of several steps. The curves of the GPU come from a recording.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         board = view.board

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minitui.text import ms
-from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run, Runs, fit, legend, wrapped
 from minitui.tui.widgets.tracks import KERNELS, PAUSES, STYLES, Scale, mark, ruler, track
 from minitui.viewmodel.board import RecordedRun, RecordedRuns
@@ -18,14 +18,6 @@ class HostAndDevice(LinePanel):
     """Draws two tracks for each run, and a sentence below them."""
 
     TITLE = "Host and device"
-    help_text = paragraphs("""\
-Consecutive decode steps of a GPU, from a recording, run in three ways. Time runs to the right, on one scale for the
-runs of a group. Eager: the host launches each kernel of the step, and a kernel runs as soon as it is launched. Graphs:
-one launch starts all kernels of the step. Overlap: the host also plans and launches the next step while the device
-computes.
-
-The device's track is the time from the first to the last kernel of a step. In eager steps, the device has pauses
-between the kernels: the line below says how much of the time at least one kernel ran.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         board = view.board

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs, cells, clip, legend, wrapped
 from minitui.viewmodel.board import Candidate, Candidates, Pieces
 from minitui.viewmodel.view import View
@@ -19,9 +19,6 @@ class TextPieces(LinePanel):
     """Shows the pieces of a text, separated by bars, with their token ids under them if they are known."""
 
     TITLE = "Tokens"
-    help_text = paragraphs("""\
-A text in pieces. During the merges, the new pieces are bright. At the end each piece is a token; the number under it is
-the token's id. A space at the beginning of a piece belongs to the piece.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         board = view.board
@@ -73,10 +70,6 @@ class CandidateBars(LinePanel):
     """Shows a bar for each candidate, with its probability now and, in brackets, in the model's own distribution."""
 
     TITLE = "Candidates"
-    help_text = paragraphs("""\
-The likeliest next tokens. A bar is the probability with which a token is drawn; the number in brackets is its
-probability in the model's own distribution, without settings. A token that was cut by top_k, top_p or min_p is crossed
-out: it cannot be drawn. The drawn token has an arrow.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         board = view.board

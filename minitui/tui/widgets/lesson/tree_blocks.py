@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run, Runs, fit, legend, whole_words, wrapped
 from minitui.viewmodel.board import TreeBlocks, TreeLine
 from minitui.viewmodel.view import View
@@ -24,11 +24,6 @@ class NodeBlocks(LinePanel):
 
     TITLE = "Tree, block by block"
     NEEDS_STATE = True
-    help_text = paragraphs("""\
-The prefix tree. A row is a node: the beginning of its text, and the numbers of its blocks in the pool. A child is below
-its parent, to the right. The sign before a number says what the block is: compared now, equal to a block of the prompt,
-new in the tree, or evicted. Evicted blocks are no longer in the tree; the picture keeps them so that you see what was
-lost. Their numbers may already belong to another node.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         board = view.board

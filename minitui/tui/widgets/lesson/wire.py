@@ -9,7 +9,7 @@ from textual.binding import Binding, BindingType
 
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs, clip, wrapped
 from minitui.viewmodel.board import Wire
 from minitui.viewmodel.view import View
@@ -30,10 +30,6 @@ class WireLines(LinePanel):
     ]
     TITLE = "HTTP"
     back = 0  # lines below the picture
-    help_text = paragraphs("""\
-A request to the server, as a command that you can type, and the lines of the answer. Lines that begin with “data:” are
-server-sent events: the server sends them while the answer grows. Fields that say nothing about the
-answer, such as its id, are left out.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         board = view.board

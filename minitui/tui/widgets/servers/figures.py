@@ -14,7 +14,7 @@ from minitui.sources.server_metrics import POLL_S
 from minitui.text import count, duration
 from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.inspect.tree import RadixTree
 from minitui.tui.widgets.inspect.vitals import spark
 from minitui.tui.widgets.rows import Row, Runs, legend, wrapped
@@ -87,10 +87,6 @@ class CachedTexts(RadixTree):
     NEEDS_STATE = False
     BARS = False
     EMPTY = "no event has named a text yet"
-    help_text = paragraphs("""\
-The texts in the server's prefix cache, computed from its KV events. Each node is a run of tokens whose keys and values
-are in the pool; the nodes on a path from the top form a text. A new text appears when the server reports that it stores
-its blocks, and disappears when the server removes them. The events do not tell which requests use a node.""")
 
     def _columns(self, width: int) -> tuple[tuple[str, int], ...]:
         return (("tokens", 7),)
