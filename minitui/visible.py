@@ -4,7 +4,7 @@ Models, servers, chat templates, traces, file names and pasted text may contain 
 title, write the clipboard, clear the screen or reverse the reading order. Stored text stays exact, because an answer is
 part of the next prompt. Control characters are replaced only where text leaves the process:
 
-    the application   panels pass minitui/tui/theme.py; all other widgets pass minitui/tui/line_filters.py
+    the application   panels pass minitui/tui/theme.py; all other widgets pass minitui/tui/terminal/line_filters.py
     commands          the command line replaces sys.stdout and sys.stderr by `PlainStream` (minitui/cli/main.py)
     documents         Markdown by `visible`; JSON by `json_text`, whose escapes keep the text exact
     clipboard         MinituiApp.copy_to_clipboard

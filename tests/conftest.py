@@ -50,7 +50,7 @@ def pilots_wait_for_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr("textual.pilot.wait_for_idle", settled)
         monkeypatch.setattr("textual.app.wait_for_idle", settled)
-    if insides := sys.modules.get("minitui.tui.textual_insides"):
+    if insides := sys.modules.get("minitui.tui.terminal.textual_insides"):
         monkeypatch.setattr(insides, "NOTICE_S", 60.0)  # a slow machine draws two frames in more than two seconds
 
 
@@ -67,9 +67,9 @@ def no_application_changes_this_process(monkeypatch: pytest.MonkeyPatch) -> None
     """An application has a process to itself: it collects all garbage and exempts what is left from collections, makes
     these rare and changes the allocator. Here others follow, and an application that has ended would stay: a gigabyte
     for fifty tests."""
-    if "minitui.tui.app_base" in sys.modules:
+    if "minitui.tui.apps.app_base" in sys.modules:
         nothing = SimpleNamespace(collect=lambda: None, freeze=lambda: None)
-        monkeypatch.setattr("minitui.tui.app_base.gc", nothing)
-        monkeypatch.setattr("minitui.tui.app_base.set_thresholds", lambda: None)
-    if "minitui.tui.app" in sys.modules:
-        monkeypatch.setattr("minitui.tui.app.fix_thresholds", lambda: None)
+        monkeypatch.setattr("minitui.tui.apps.app_base.gc", nothing)
+        monkeypatch.setattr("minitui.tui.apps.app_base.set_thresholds", lambda: None)
+    if "minitui.tui.apps.app" in sys.modules:
+        monkeypatch.setattr("minitui.tui.apps.app.fix_thresholds", lambda: None)

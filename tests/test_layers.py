@@ -65,7 +65,7 @@ NO_TEXTUAL = (
     "teaching.scenarios", "cli.ask", "chat.model_choice", "trace.reader",
 )
 NO_TORCH = (
-    "minitui.tui.app", "minitui.cli.main", "minitui.cli.launch", "engine.process.client", "engine.text.tokenizer",
+    "minitui.tui.apps.app", "minitui.cli.main", "minitui.cli.launch", "engine.process.client", "engine.text.tokenizer",
 )
 
 

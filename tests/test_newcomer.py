@@ -281,7 +281,8 @@ PANEL: list[Edit] = [
     ("minitui/tui/help.md", "# Panels\n", "# Panels\n\n## Odometer\n\nThe number of the last step.\n"),
 ]
 TEST = """
-from minitui.tui import actions, openai_app
+from minitui.tui import actions
+from minitui.tui.apps import openai_app
 from minitui.tui.screens.help import about
 from tests.support.app.driving import press, until
 from tests.tui.keys.test_keys import recording

@@ -18,10 +18,10 @@ from minitui.cli.launch import live_source, log_path, make_sampling, recorded, r
 from minitui.cli.options import Key, Model, System, chosen_options, engine_config, with_options
 from minitui.protocol import ServerInfo
 from minitui.sources.base import Source
-from minitui.tui.terminal import need_terminal
+from minitui.tui.terminal.guard import need_terminal
 
 if TYPE_CHECKING:
-    from minitui.tui.app import MinituiApp
+    from minitui.tui.apps.app import MinituiApp
 
 TUTOR_KV_TOKENS = 4096  # the bundled model's longest conversation
 
@@ -100,8 +100,8 @@ def connect_to(
     from minitui.sources.remote_checks import probe, probe_all
     from minitui.sources.replicas import ReplicaSource
     from minitui.sources.vllm import HOW, Engine, VllmSource, find, is_telemetry
-    from minitui.tui.openai_app import ForeignApp
-    from minitui.tui.replica_app import ForeignReplicaApp, ReplicaApp
+    from minitui.tui.apps.openai_app import ForeignApp
+    from minitui.tui.apps.replica_app import ForeignReplicaApp, ReplicaApp
 
     if len(urls) == 1:
         [url] = urls

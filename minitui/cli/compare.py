@@ -19,7 +19,7 @@ from minitui.chat.model_choice import Choice, choose_model, load_codec
 from minitui.cli.browser import open_in_browser
 from minitui.cli.launch import changing_source, run_app, settings_with
 from minitui.cli.options import Device, DType, Model, with_options
-from minitui.tui.terminal import has_terminal
+from minitui.tui.terminal.guard import has_terminal
 from minitui.visible import json_text
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _run(
             if save is not None:
                 _saved(saving(save))
             return 0
-        from minitui.tui.compare_app import CompareApp, compare_in_app
+        from minitui.tui.apps.compare_app import CompareApp, compare_in_app
 
         status = run_app(
             CompareApp, source, settings, choice, sampling,
@@ -223,7 +223,7 @@ def open_recordings(
             title = f"{title}. {figures}"
         report(Comparison.of(view, key_of(infos)), title, infos, cut, json)
         return 0
-    from minitui.tui.compare_app import RecordingsApp, TwoRecordings
+    from minitui.tui.apps.compare_app import RecordingsApp, TwoRecordings
 
     for reader in readers:
         reader.check()  # fails before the application opens

@@ -11,7 +11,7 @@ import typer
 from engine.errors import EngineError
 from minitui.cli.browser import open_in_browser
 from minitui.cli.options import with_options
-from minitui.tui.terminal import has_terminal
+from minitui.tui.terminal.guard import has_terminal
 from minitui.visible import json_text
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def exercise(
             _report(attempt, path, new, saved, json)
             raise typer.Exit(0 if attempt.passed else 1)
         from minitui.cli.launch import run_app, settings_with
-        from minitui.tui.exercise_app import ExerciseApp, ExerciseSource
+        from minitui.tui.apps.exercise_app import ExerciseApp, ExerciseSource
 
         raise typer.Exit(run_app(ExerciseApp, ExerciseSource(attempts, path), settings_with(looks)))
 

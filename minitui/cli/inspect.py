@@ -16,7 +16,7 @@ from minitui.cli.chat import connect_to
 from minitui.cli.launch import recorded, run_app, settings_with
 from minitui.cli.options import Key, with_options
 from minitui.protocol import ServerInfo
-from minitui.tui.terminal import need_terminal
+from minitui.tui.terminal.guard import need_terminal
 
 INSTALL = "pip install 'minitui[vllm]'"
 
@@ -58,7 +58,7 @@ def inspect(
         raise typer.Exit(_over_events(connect, kv_events, "", key, tokenizer, settings))
     source, choice, app = connect_to([connect], key, None, None, record is not None)
     from minitui.sources.openai import OpenAISource
-    from minitui.tui.app import MinituiApp
+    from minitui.tui.apps.app import MinituiApp
 
     if isinstance(source, OpenAISource):
         raise typer.Exit(_over_events(connect, *find_events(connect, key), key, tokenizer, settings))
@@ -96,7 +96,7 @@ def _nothing(url: str, tried: str) -> str:
 def _over_events(url: str, events: str, note: str, key: str, tokenizer: str, settings: settings_file.Settings) -> int:
     """Runs the application over KV events; returns the exit code. `note`: a sentence about the events."""
     try:
-        from minitui.tui.cache_app import CacheApp
+        from minitui.tui.apps.cache_app import CacheApp
         from minitui.vllm.kv_source import KvSource
     except ImportError as error:
         raise EngineError(f"--kv-events needs more packages ({error}): {INSTALL}") from error

@@ -19,11 +19,11 @@ from minitui.cli.options import engine_config
 from minitui.sampling import OPTIONS, Sampling
 from minitui.sources.base import Source
 from minitui.sources.local import LocalSource
-from minitui.tui.terminal import TerminalGuard, takes_unicode, tolerant_input
+from minitui.tui.terminal.guard import TerminalGuard, takes_unicode, tolerant_input
 
 if TYPE_CHECKING:
     from minitui.teaching.stage import Restart
-    from minitui.tui.app import MinituiApp
+    from minitui.tui.apps.app import MinituiApp
 
 NO_MODEL = Choice("", "", "", "model")
 
@@ -104,7 +104,7 @@ def run_app(
     # How many times per second Textual checks for redraws. With its default of 60, a typed letter appears after up to
     # 17 ms. While eight chats are answered, 120 lowers the 95th percentile of this delay by a quarter.
     os.environ.setdefault("TEXTUAL_FPS", "120")
-    from minitui.tui.app import MinituiApp
+    from minitui.tui.apps.app import MinituiApp
 
     if not takes_unicode(sys.__stderr__):  # Textual draws on this stream
         settings.ascii = True

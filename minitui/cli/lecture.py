@@ -13,7 +13,7 @@ from minitui.chat.model_choice import choose_model
 from minitui.cli.browser import class_file, in_browser, open_in_browser
 from minitui.cli.launch import changing_source, run_app, settings_with
 from minitui.cli.options import with_options
-from minitui.tui.terminal import need_terminal
+from minitui.tui.terminal.guard import need_terminal
 from minitui.visible import json_text
 
 TOLD = 300  # the most steps of a scene on the page for afterwards
@@ -58,7 +58,7 @@ def lecture(
         _kept(context, opening, json, csv)
         return
     run = read_run_sheet(sheet or BUNDLED)
-    from minitui.tui.class_app import ClassApp, about
+    from minitui.tui.apps.class_app import ClassApp, about
 
     if check:
         print(about(run))

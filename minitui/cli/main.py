@@ -30,7 +30,7 @@ from minitui.cli.verify import verify
 from minitui.cli.whatif import advise
 from minitui.lifeline import end_with_parent
 from minitui.settings import data_dir
-from minitui.tui.terminal import NoTerminal
+from minitui.tui.terminal.guard import NoTerminal
 from minitui.visible import plain_output
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -14,7 +14,7 @@ from engine.errors import EngineError
 from minitui.cli.browser import open_in_browser
 from minitui.cli.launch import run_app, settings_with, theme_name
 from minitui.cli.options import with_options
-from minitui.tui.terminal import need_terminal
+from minitui.tui.terminal.guard import need_terminal
 
 
 @with_options("looks", "opening")
@@ -153,7 +153,7 @@ def run_replay(trace: str, speed: float | None, looks: dict[str, Any]) -> int:
     from minitui.sources.replay import ReplaySource
     from minitui.trace.bundled import find_trace, is_bundled, watching_speed
     from minitui.trace.reader import TraceReader
-    from minitui.tui.replay_app import ReplayApp
+    from minitui.tui.apps.replay_app import ReplayApp
 
     settings = settings_with(looks)
     need_terminal("minitui replay", "minitui tail FILE or minitui replay FILE --export md")

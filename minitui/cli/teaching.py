@@ -19,7 +19,7 @@ from minitui.chat.model_choice import Choice, choose_model
 from minitui.cli.browser import open_in_browser
 from minitui.cli.launch import changing_source, report_recording, run_app, settings_with
 from minitui.cli.options import KvBlocks, with_options
-from minitui.tui.terminal import has_terminal
+from minitui.tui.terminal.guard import has_terminal
 
 if TYPE_CHECKING:
     from minitui.teaching.lessons.page import Lesson
@@ -55,7 +55,7 @@ def demo(
       minitui demo cache --plain     print the demo `cache` as text
     """
     from minitui.teaching.scenarios import DEMOS, print_demo
-    from minitui.tui.demo import play_in_app
+    from minitui.tui.apps.demo import play_in_app
 
     if name is None:
         print(_columns([(f"minitui demo {name}", one.title) for name, one in DEMOS.items()]))
@@ -72,7 +72,7 @@ def demo(
         playing = print_demo(chosen, source, choice.system, sampling, beat=beat or 0.0, restart=restart)
         raise typer.Exit(report_recording(source, asyncio.run(playing)))
     from minitui.teaching.contrasts import CONTRASTS
-    from minitui.tui.compare_app import DemoApp
+    from minitui.tui.apps.compare_app import DemoApp
 
     pauses = 1.0 if beat is None else beat
     settings = settings_with(looks)
@@ -128,7 +128,7 @@ def lesson(
     if plain or not has_terminal():
         printing = print_with_own_engine(chosen, source, choice.system, sampling, print, restart=restart)
         raise typer.Exit(report_recording(source, asyncio.run(printing)))
-    from minitui.tui.lesson_app import LessonApp
+    from minitui.tui.apps.lesson_app import LessonApp
 
     settings = settings_with(looks)
     raise typer.Exit(run_app(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.errors import EngineError
-from minitui.tui.terminal import has_terminal
+from minitui.tui.terminal.guard import has_terminal
 from minitui.visible import json_text
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from minitui.dev.screenshots import Scene, make, until
 from minitui.export.png import NO_BROWSER, find_browser, write_png
 from minitui.export.svg import offline
 from minitui.teaching.scenarios import DEMOS
-from minitui.tui.app import MinituiApp
-from minitui.tui.demo import play_in_app
+from minitui.tui.apps.app import MinituiApp
+from minitui.tui.apps.demo import play_in_app
 
 FRAMES_PER_S = 2.5
 COLOURS = 128

@@ -32,10 +32,10 @@ from minitui.teaching.contrasts import CONTRASTS, Contrast
 from minitui.teaching.lessons import lesson as find_lesson
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
-from minitui.tui.app import MinituiApp
-from minitui.tui.compare_app import CompareApp, RecordingsApp, TwoRecordings, compare_in_app
-from minitui.tui.lesson_app import LessonApp
-from minitui.tui.replay_app import ReplayApp
+from minitui.tui.apps.app import MinituiApp
+from minitui.tui.apps.compare_app import CompareApp, RecordingsApp, TwoRecordings, compare_in_app
+from minitui.tui.apps.lesson_app import LessonApp
+from minitui.tui.apps.replay_app import ReplayApp
 from minitui.tui.screens.compare import CompareScreen
 from minitui.tui.screens.lesson import LessonScreen
 from minitui.tui.screens.prefix import PrefixPanel

@@ -15,7 +15,7 @@ LOAD_TIMEOUT_S = 30.0
 
 async def screen_svg(trace: str, step: int | None, size: tuple[int, int], theme: str = "minitui-dark") -> str:
     """Returns the Inspect screen as SVG, after `step` of `trace` (None: its last step). `size`: (columns, rows)."""
-    from minitui.tui.replay_app import replay_app
+    from minitui.tui.apps.replay_app import replay_app
 
     app = replay_app(trace)
     async with app.run_test(size=size) as pilot:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from textual import events
 
 from minitui.tui.panels import BY_KEY, PANELS
-from minitui.tui.textual_insides import ESC, AltEscape
+from minitui.tui.terminal.textual_insides import ESC, AltEscape
 
 
 @dataclass(frozen=True)

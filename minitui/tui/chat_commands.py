@@ -10,7 +10,7 @@ from minitui.chat import transcripts
 from minitui.chat.alternatives import known_tokens
 from minitui.chat.conversation import Session
 from minitui.chat.describe import split_thinking
-from minitui.tui.app_base import AppBase
+from minitui.tui.apps.app_base import AppBase
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.tokens import TokensScreen
 

@@ -28,7 +28,7 @@ from minitui.progress import Phases, process_age_s
 from minitui.settings import ChatSettings, Settings
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
-from minitui.tui.terminal import has_terminal
+from minitui.tui.terminal.guard import has_terminal
 from tests.support.app.fake_client import ByteCodec, FakeSource
 
 COMMANDS = ("chat", "ask", "demo", "exercise", "compare", "doctor", "bench", "verify")

@@ -17,7 +17,7 @@ from engine.trace.records import PACKET, packets
 from engine.trace.state import State
 from engine.trace.views import RequestView
 from minitui.dev.simulator import SMALL, Load, Stress
-from minitui.tui.frame_limiter import FrameLimiter
+from minitui.tui.apps.frame_limiter import FrameLimiter
 from minitui.tui.theme import THEMES
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row

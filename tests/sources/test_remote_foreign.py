@@ -27,7 +27,7 @@ from minitui.chat.prompt import continue_prompt
 from minitui.settings import Settings
 from minitui.sources.openai import OpenAISource, TextCodec
 from minitui.sources.server_metrics import MetricsPoller, ServerMetrics, read_page
-from minitui.tui.openai_app import ForeignApp
+from minitui.tui.apps.openai_app import ForeignApp
 
 # Pages as the two servers write them, cut to a few lines of each kind.
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.

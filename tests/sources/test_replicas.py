@@ -29,7 +29,7 @@ pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
 from minitui.chat.model_choice import load_codec
 from minitui.sources.replicas import ReplicaSource
 from minitui.sources.routing import Opening
-from minitui.tui.replica_app import ForeignReplicaApp, ReplicaApp
+from minitui.tui.apps.replica_app import ForeignReplicaApp, ReplicaApp
 from minitui.tui.widgets.servers.replicas import Replicas
 
 NAMES = ["http://a:1", "http://b:1", "http://c:1", "http://d:1"]

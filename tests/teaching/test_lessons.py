@@ -43,8 +43,8 @@ from minitui.teaching.merges import merges, shown_piece
 from minitui.teaching.prediction import LETTERS
 from minitui.teaching.reading import Reading
 from minitui.teaching.stage import TITLES, Restart, Stage
+from minitui.tui.apps.lesson_app import LessonApp
 from minitui.tui.glyphs import glyphs
-from minitui.tui.lesson_app import LessonApp
 from minitui.tui.screens.code import CodePanel, CodeScreen
 from minitui.tui.screens.lesson import LessonScreen
 from minitui.tui.widgets.bars import StatusBar

@@ -11,7 +11,7 @@ from minitui.teaching.class_file import ClassFile
 from minitui.teaching.class_told import told_scenes
 from minitui.teaching.run_sheet import BUNDLED, KINDS, read_run_sheet
 from minitui.trace.bundled import bundled
-from minitui.tui.class_app import about
+from minitui.tui.apps.class_app import about
 
 GOOD = '''title = "A class"
 

@@ -13,7 +13,7 @@ from minitui.sources.replay import ReplaySource
 from minitui.trace import bundled as recordings
 from minitui.trace.bundled import bundled, describe, find_trace, is_bundled, watching_speed
 from minitui.trace.reader import TraceError, TraceReader
-from minitui.tui.replay_app import replay_app
+from minitui.tui.apps.replay_app import replay_app
 from tests.support.records.golden import GOLDEN, random_trace
 
 LARGEST = 1_500_000  # bytes: every installation has the file

@@ -36,7 +36,7 @@ import zmq.asyncio
 
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
-from minitui.tui.cache_app import CacheApp
+from minitui.tui.apps.cache_app import CacheApp
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.servers.figures import MISSING, CachePool
 from minitui.vllm import zmtp

@@ -284,7 +284,7 @@ async def test_a_chat_with_vllm_is_the_request_in_the_panels(tmp_path: Path, to_
 async def test_the_data_parallel_ranks_are_replicas(tmp_path: Path) -> None:
     from minitui.cli.chat import connect_to
     from minitui.sources.replicas import ReplicaSource
-    from minitui.tui.replica_app import ReplicaApp
+    from minitui.tui.apps.replica_app import ReplicaApp
 
     async with beside_vllm(ranks=2) as (first, second):
         engines = await found(first.api.url, 2)

@@ -7,8 +7,8 @@ from typing import ClassVar
 from textual import getters
 from textual.binding import Binding, BindingType
 
-from minitui.tui.app_base import AppBase
-from minitui.tui.textual_insides import Result, SizedScreen
+from minitui.tui.apps.app_base import AppBase
+from minitui.tui.terminal.textual_insides import Result, SizedScreen
 from minitui.tui.widgets.base import LinePanel, Opened, Pointed
 from minitui.tui.widgets.inspect.details import Details, HoverCard
 from minitui.viewmodel.view import View

@@ -14,7 +14,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from minitui.tui.textual_insides import SizedScreen
+from minitui.tui.terminal.textual_insides import SizedScreen
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.chat.prompt import Prompt
 from minitui.viewmodel.view import View

@@ -21,7 +21,7 @@ from textual.widgets import Static
 
 from minitui.text import match_reasons
 from minitui.tui.actions import BY_ID, key_label
-from minitui.tui.app_base import AppBase
+from minitui.tui.apps.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.help import PANELS as HELP_OF_PANELS
 from minitui.tui.help import SCREENS

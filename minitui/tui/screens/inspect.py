@@ -13,7 +13,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 
 from minitui.text import count, ms
-from minitui.tui.app_base import AppBase
+from minitui.tui.apps.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.panels import ALONE, IN_ORDER, PANELS, Room
 from minitui.tui.screens.base import BaseScreen, Hint

@@ -14,7 +14,7 @@ from minitui.prefix.diagnose import CAUSES, Finding
 from minitui.prefix.recorded import findings_since
 from minitui.prefix.report import WELL, heading, summarise, what_costs
 from minitui.text import count, duration
-from minitui.tui.app_base import AppBase
+from minitui.tui.apps.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.dialogs import PanelDialog
 from minitui.tui.widgets.base import LinePanel, Picture

@@ -14,7 +14,7 @@ from textual.message import Message
 from textual.widgets import TextArea
 
 from engine.info import EngineInfo
-from minitui.tui.app_base import AppBase
+from minitui.tui.apps.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.base import PHONE, BaseScreen, Hint
 from minitui.tui.widgets.base import LinePanel, Picture

@@ -21,8 +21,8 @@ from textual.reactive import Reactive
 from textual.strip import Strip
 
 from minitui.tui.glyphs import ASCII, Glyphs, glyphs, to_ascii
-from minitui.tui.line_filters import VisibleLines
-from minitui.tui.textual_insides import CellWidget
+from minitui.tui.terminal.line_filters import VisibleLines
+from minitui.tui.terminal.textual_insides import CellWidget
 from minitui.tui.theme import Palette, palette
 from minitui.tui.widgets.rows import Line, Row, Run, Runs, cells, clip, plain, runs_width, wrapped
 from minitui.viewmodel.view import View

@@ -15,8 +15,8 @@ from minitui.chat.sessions import Chats
 from minitui.cli import ask, launch, tail
 from minitui.cli import main as cli
 from minitui.settings import Settings
-from minitui.tui.app import MinituiApp
-from minitui.tui.terminal import TerminalGuard
+from minitui.tui.apps.app import MinituiApp
+from minitui.tui.terminal.guard import TerminalGuard
 from tests.support.app.fake_client import ByteCodec, FakeSource
 
 EVIL = (

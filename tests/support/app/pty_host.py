@@ -9,8 +9,8 @@ import time
 from minitui.chat.sessions import Chats
 from minitui.cli.launch import show
 from minitui.settings import Settings
-from minitui.tui.app import MinituiApp
-from minitui.tui.terminal import TerminalGuard
+from minitui.tui.apps.app import MinituiApp
+from minitui.tui.terminal.guard import TerminalGuard
 from tests.support.app.fake_client import ByteCodec, FakeSource
 
 

@@ -19,7 +19,7 @@ from engine.core.host_pauses import HostPauses, Pauses
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.trace.records import RecordLog
-from minitui.tui.app import MinituiApp
+from minitui.tui.apps.app import MinituiApp
 from minitui.viewmodel.updater import Updater
 from tests.support.app.driving import settled
 from tests.support.app.fake_client import FakeSource, ScriptedRunner
@@ -30,7 +30,7 @@ STEP_S = 0.005  # an engine's step of decoding
 TOKEN_S = 0.00005  # more for each token that it computes
 STEP_CLOCKS = ("engine.core.step_clock.now",)
 WATCHES = (
-    "minitui.tui.app", "minitui.chat.sessions", "minitui.chat.conversation", "minitui.tui.screens.chat",
+    "minitui.tui.apps.app", "minitui.chat.sessions", "minitui.chat.conversation", "minitui.tui.screens.chat",
     "minitui.teaching.reading",
 )
 

@@ -18,7 +18,7 @@ from minitui.chat.sessions import Chats
 from minitui.dev.simulator import Load, Stress
 from minitui.settings import Settings
 from minitui.sources.base import Source
-from minitui.tui.app_base import AppBase
+from minitui.tui.apps.app_base import AppBase
 from minitui.tui.glyphs import ASCII, glyphs
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.screens.lecture import LectureScreen

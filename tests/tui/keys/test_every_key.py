@@ -13,9 +13,9 @@ from unittest.mock import patch
 import pytest
 from textual.pilot import Pilot
 
-from minitui.tui.app import MinituiApp
+from minitui.tui.apps.app import MinituiApp
+from minitui.tui.apps.replay_app import ReplayApp
 from minitui.tui.panels import ALONE, IN_ORDER
-from minitui.tui.replay_app import ReplayApp
 from minitui.tui.screens.help import bindings_here
 from minitui.tui.screens.inspect import InspectScreen
 from tests.support.app.driving import drawn, settled

@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 from engine.errors import InvalidRequest
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
-from minitui.tui.app import MinituiApp
+from minitui.tui.apps.app import MinituiApp
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.viewmodel.places import find
 from tests.support.app.driving import press, type_text, until

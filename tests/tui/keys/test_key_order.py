@@ -7,7 +7,7 @@ import time
 import pytest
 from textual._xterm_parser import XTermParser
 
-from minitui.tui.app import MinituiApp
+from minitui.tui.apps.app import MinituiApp
 from tests.support.app.driving import until
 from tests.tui.screens.test_chat_screen import ask, running
 

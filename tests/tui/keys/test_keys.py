@@ -18,12 +18,12 @@ from minitui.sources.vllm import Engine, VllmSource
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.tui.actions import ACTIONS
-from minitui.tui.app import MinituiApp
-from minitui.tui.compare_app import RecordingsApp, TwoRecordings
-from minitui.tui.openai_app import ForeignApp
+from minitui.tui.apps.app import MinituiApp
+from minitui.tui.apps.compare_app import RecordingsApp, TwoRecordings
+from minitui.tui.apps.openai_app import ForeignApp
+from minitui.tui.apps.replay_app import ReplayApp, replay_app
+from minitui.tui.apps.replica_app import ForeignReplicaApp
 from minitui.tui.panels import BY_KEY
-from minitui.tui.replay_app import ReplayApp, replay_app
-from minitui.tui.replica_app import ForeignReplicaApp
 from minitui.tui.screens.lecture import LectureScreen
 from tests.support.app.driving import press, until
 from tests.support.app.fake_client import ByteCodec, FakeSource
@@ -89,7 +89,7 @@ def watched() -> MinituiApp:
 
 def cached() -> MinituiApp:
     pytest.importorskip("msgpack", reason="the extra 'vllm' is not installed")
-    from minitui.tui.cache_app import CacheApp
+    from minitui.tui.apps.cache_app import CacheApp
     from minitui.vllm.kv_source import KvSource
 
     source = KvSource("http://127.0.0.1:9", "tcp://127.0.0.1:10")

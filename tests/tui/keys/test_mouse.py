@@ -9,7 +9,7 @@ from textual.pilot import Pilot
 from textual.selection import Selection
 from textual.widgets._toast import Toast
 
-from minitui.tui.app import MinituiApp
+from minitui.tui.apps.app import MinituiApp
 from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.help import HelpScreen
 from minitui.tui.screens.inspect import InspectScreen

@@ -14,9 +14,9 @@ from minitui.dev.simulator import CLASSROOM, Load
 from minitui.settings import Settings
 from minitui.sources.replay import ReplaySource
 from minitui.trace.bundled import bundled
+from minitui.tui.apps.replay_app import ReplayApp
 from minitui.tui.glyphs import glyphs
 from minitui.tui.panels import ALONE, IN_ORDER, PANELS, Room
-from minitui.tui.replay_app import ReplayApp
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.theme import COLOURS, STATES, owner_style
 from minitui.tui.widgets.bars import PanelStrip, TopBar

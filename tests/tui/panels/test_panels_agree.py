@@ -11,7 +11,7 @@ import pytest
 
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
-from minitui.tui.replay_app import ReplayApp, replay_app
+from minitui.tui.apps.replay_app import ReplayApp, replay_app
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.inspect.block_table import _with_ends
 from minitui.viewmodel.explain.predict import question_about, why_no_question

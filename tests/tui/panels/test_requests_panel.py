@@ -17,7 +17,7 @@ from minitui.dev.panel import stress_view
 from minitui.text import ms
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
-from minitui.tui.replay_app import ReplayApp, replay_app
+from minitui.tui.apps.replay_app import ReplayApp, replay_app
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.widgets.base import Opened
 from minitui.tui.widgets.inspect.details import Details, SelectedBlock

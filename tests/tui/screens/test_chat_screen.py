@@ -23,7 +23,7 @@ from minitui.chat.sessions import Chats
 from minitui.chat.store import Store
 from minitui.settings import Settings
 from minitui.teaching.stage import Stage
-from minitui.tui.app import MinituiApp
+from minitui.tui.apps.app import MinituiApp
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.dialogs import ChoiceDialog, EngineDownDialog, TextDialog
 from minitui.tui.screens.help import HelpScreen, bindings_here

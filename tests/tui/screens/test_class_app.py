@@ -15,7 +15,7 @@ from minitui.sources.recording import RecordingSource
 from minitui.teaching.class_file import ClassFile
 from minitui.teaching.run_sheet import ENGINE, read_run_sheet
 from minitui.trace.reader import TraceReader
-from minitui.tui.class_app import ClassApp
+from minitui.tui.apps.class_app import ClassApp
 from minitui.tui.screens.lesson import LessonScreen
 from tests.support.app.driving import until
 

@@ -17,8 +17,8 @@ from minitui.teaching.contrasts import CONTRASTS
 from minitui.teaching.scenarios import DEMOS
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
-from minitui.tui.compare_app import CompareApp, DemoApp, RecordingsApp, TwoRecordings, compare_in_app
-from minitui.tui.demo import play_in_app
+from minitui.tui.apps.compare_app import CompareApp, DemoApp, RecordingsApp, TwoRecordings, compare_in_app
+from minitui.tui.apps.demo import play_in_app
 from minitui.tui.screens.compare import CompareScreen
 from minitui.viewmodel.compare.comparison import Comparison
 from minitui.viewmodel.compare.runs import recorded_view

@@ -10,7 +10,7 @@ from minitui.chat.sessions import Chats
 from minitui.exercises.attempt import Attempts
 from minitui.exercises.table import EXERCISES
 from minitui.settings import Settings
-from minitui.tui.exercise_app import ExerciseApp, ExerciseSource
+from minitui.tui.apps.exercise_app import ExerciseApp, ExerciseSource
 from minitui.tui.screens.exercise import ExerciseCompareScreen, ExerciseScreen
 from minitui.tui.widgets.bars import StatusBar
 from minitui.tui.widgets.inspect.tree import RadixTree

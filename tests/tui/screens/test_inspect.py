@@ -13,7 +13,7 @@ from minitui.dev.simulator import CLASSROOM, SMALL
 from minitui.tui.glyphs import use_ascii
 from minitui.tui.panels import ALONE, IN_ORDER
 from minitui.tui.screens.inspect import InspectScreen
-from minitui.tui.textual_insides import RowUpdate
+from minitui.tui.terminal.textual_insides import RowUpdate
 from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.details import Details
 from minitui.tui.widgets.inspect.events import Events

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from minitui.prefix.diagnose import CAUSES
-from minitui.tui.app import MinituiApp
+from minitui.tui.apps.app import MinituiApp
 from minitui.tui.screens.prefix import PrefixPanel, PrefixScreen
 from minitui.tui.widgets.rows import plain
 from tests.support.app.driving import press, until

@@ -22,8 +22,8 @@ from minitui.export.svg import screen_svg
 from minitui.teaching.scenarios import DEMOS
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceError
-from minitui.tui.demo import play_in_app
-from minitui.tui.replay_app import ReplayApp, replay_app
+from minitui.tui.apps.demo import play_in_app
+from minitui.tui.apps.replay_app import ReplayApp, replay_app
 from minitui.tui.widgets.bars import StatusBar
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.inspect.lanes import BatchLanes
@@ -305,7 +305,7 @@ def test_exports_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
 async def test_a_demo_plays_in_the_application() -> None:
     from minitui.chat.sessions import Chats
     from minitui.settings import Settings
-    from minitui.tui.app import MinituiApp
+    from minitui.tui.apps.app import MinituiApp
     from tests.support.app.fake_client import ByteCodec, FakeSource, sampling
 
     demo = DEMOS["shared-prefix"]

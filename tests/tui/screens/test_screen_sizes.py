@@ -15,10 +15,10 @@ from textual.screen import ModalScreen, Screen
 import minitui
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
-from minitui.tui.app_base import AppBase
+from minitui.tui.apps.app_base import AppBase
 from minitui.tui.screens.base import BaseScreen
 from minitui.tui.screens.dialogs import Overlay
-from minitui.tui.textual_insides import SizedScreen
+from minitui.tui.terminal.textual_insides import SizedScreen
 from minitui.tui.widgets.bars import TopBar
 from tests.support.app.driving import drawn, until
 from tests.support.app.fake_client import FakeSource

@@ -6,7 +6,7 @@ import pytest
 
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
-from minitui.tui.app import MinituiApp
+from minitui.tui.apps.app import MinituiApp
 from tests.support.app.driving import settled
 from tests.support.app.fake_client import ByteCodec
 from tests.support.app.stills import SIZES, Album, Clock, StillSource, until

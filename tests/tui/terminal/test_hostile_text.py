@@ -29,7 +29,7 @@ from minitui.chat.store import Store
 from minitui.cli import doctor, main, verify
 from minitui.trace.recorder import Recorder
 from minitui.tui import markdown
-from minitui.tui.line_filters import VisibleLines
+from minitui.tui.terminal.line_filters import VisibleLines
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, cells, cut, plain
 from minitui.visible import json_text, visible, visible_line

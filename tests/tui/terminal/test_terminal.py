@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from minitui.tui.terminal import takes_unicode
+from minitui.tui.terminal.guard import takes_unicode
 from tests.support.app.terminal import Terminal, python
 
 READY = "256 blocks of 16"
@@ -129,7 +129,7 @@ def test_ctrl_z_gives_the_shell_back_and_fg_returns_to_the_chat(tmp_path: Path):
 
 
 def test_nothing_is_written_after_the_last_restore(tmp_path: Path):
-    code = "import os; from minitui.tui.terminal import TerminalGuard; TerminalGuard().restore(last=True); "
+    code = "import os; from minitui.tui.terminal.guard import TerminalGuard; TerminalGuard().restore(last=True); "
     terminal = Terminal(python("-c", code + "os.write(2, b'LATE')"), tmp_path)
     assert terminal.ended() == 0
     assert b"\x1b[?1049l" in terminal.raw and b"LATE" not in terminal.raw

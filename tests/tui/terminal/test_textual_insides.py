@@ -10,10 +10,10 @@ from functools import cache
 
 import textual
 
-from minitui.tui.textual_insides import TEXTUAL
+from minitui.tui.terminal.textual_insides import TEXTUAL
 from tests.support.paths import ROOT
 
-ALLOWED = {"minitui/tui/textual_insides.py", "minitui/web/mirror_driver.py", "minitui/tui/terminal.py"}
+ALLOWED = {"minitui/tui/terminal/textual_insides.py", "minitui/web/mirror_driver.py", "minitui/tui/terminal/guard.py"}
 # The beginnings of their digests. They include what these pieces call, if minitui relies on that, too.
 PIECES = {
     "rich.segment:Segment._split_cells": "9e6f70da9b4f",

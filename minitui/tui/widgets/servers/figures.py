@@ -12,7 +12,7 @@ from minitui.sources.openai import OpenAISource
 from minitui.sources.replicas import ReplicaSource
 from minitui.sources.server_metrics import POLL_S
 from minitui.text import count, duration
-from minitui.tui.app_base import AppBase
+from minitui.tui.apps.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.inspect.tree import RadixTree

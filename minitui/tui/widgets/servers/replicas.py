@@ -12,7 +12,7 @@ from textual.message import Message
 from minitui.sources.replica import LOADING, UNKNOWN, Replica
 from minitui.sources.replicas import UNDECIDED, ReplicaSource
 from minitui.text import duration, short
-from minitui.tui.app_base import AppBase
+from minitui.tui.apps.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, clip, legend, wrapped

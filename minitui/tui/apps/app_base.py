@@ -35,12 +35,12 @@ from minitui.sources.base import Source
 from minitui.teaching.prediction import LETTERS, Poll
 from minitui.teaching.stage import THINK_SECONDS, Stage
 from minitui.tui.actions import ACTIONS, BY_ID, NEED_CONTROL, Action, alt_key, key_label, key_press
-from minitui.tui.frame_limiter import FrameLimiter
+from minitui.tui.apps.frame_limiter import FrameLimiter
+from minitui.tui.apps.heap import set_thresholds
 from minitui.tui.glyphs import use_ascii
-from minitui.tui.heap import set_thresholds
-from minitui.tui.line_filters import AsciiLines, VisibleLines
 from minitui.tui.screens.dialogs import ChoiceDialog, EngineDownDialog, TextDialog
-from minitui.tui.textual_insides import (
+from minitui.tui.terminal.line_filters import AsciiLines, VisibleLines
+from minitui.tui.terminal.textual_insides import (
     LOST_S,
     AltEscape,
     KeyDone,

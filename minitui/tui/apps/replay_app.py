@@ -16,7 +16,7 @@ from minitui.settings import Settings
 from minitui.sources.replay import MAX_SPEED, MIN_SPEED, ReplaySource
 from minitui.trace.reader import TraceReader
 from minitui.tui.actions import Action
-from minitui.tui.app import MinituiApp
+from minitui.tui.apps.app import MinituiApp
 from minitui.tui.screens.base import PlayheadScreen
 from minitui.tui.screens.inspect import TALL, InspectScreen
 from minitui.tui.screens.lecture import LectureScreen

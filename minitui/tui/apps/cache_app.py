@@ -8,8 +8,8 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 
 from minitui.sources.vllm import ONLY_WATCHES
-from minitui.tui.app import MinituiApp
-from minitui.tui.openai_app import need_records
+from minitui.tui.apps.app import MinituiApp
+from minitui.tui.apps.openai_app import need_records
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.widgets.bars import StatusBar, TopBar
 from minitui.tui.widgets.base import Column, Columns

@@ -13,8 +13,8 @@ from minitui.teaching.lesson_progress import LessonProgress
 from minitui.teaching.lessons import LESSONS
 from minitui.teaching.lessons.page import Lesson
 from minitui.teaching.stage import Restart, Stage
-from minitui.tui.app import MinituiApp
-from minitui.tui.demo import stage_of
+from minitui.tui.apps.app import MinituiApp
+from minitui.tui.apps.demo import stage_of
 from minitui.tui.screens.lesson import LessonScreen
 
 

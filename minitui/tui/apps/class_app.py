@@ -20,10 +20,10 @@ from minitui.teaching.scenarios import DEMOS
 from minitui.text import count
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
-from minitui.tui.app import MinituiApp
-from minitui.tui.compare_app import DemoApp, TwoRecordings, compare_in_app
-from minitui.tui.demo import play_in_app
-from minitui.tui.lesson_app import LessonApp
+from minitui.tui.apps.app import MinituiApp
+from minitui.tui.apps.compare_app import DemoApp, TwoRecordings, compare_in_app
+from minitui.tui.apps.demo import play_in_app
+from minitui.tui.apps.lesson_app import LessonApp
 from minitui.tui.screens.compare import CompareScreen
 from minitui.tui.screens.lesson import LessonScreen
 from minitui.viewmodel.compare.runs import recorded_view

@@ -7,7 +7,7 @@ from typing import Any
 from engine.errors import EngineError
 from minitui.teaching.scenarios import Demo
 from minitui.teaching.stage import Restart, Stage
-from minitui.tui.app import MinituiApp
+from minitui.tui.apps.app import MinituiApp
 from minitui.tui.glyphs import glyphs
 
 

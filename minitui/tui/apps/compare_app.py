@@ -18,9 +18,9 @@ from minitui.teaching.compare import run_contrast
 from minitui.teaching.contrasts import Contrast
 from minitui.teaching.stage import Restart
 from minitui.trace.reader import TraceReader
-from minitui.tui.app import MinituiApp
-from minitui.tui.demo import stage_of
-from minitui.tui.replay_app import NEED_CHATS, NO_CHATS, TraceCodec
+from minitui.tui.apps.app import MinituiApp
+from minitui.tui.apps.demo import stage_of
+from minitui.tui.apps.replay_app import NEED_CHATS, NO_CHATS, TraceCodec
 from minitui.tui.screens.compare import CompareScreen, NewRunsScreen
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.screens.lecture import LectureScreen

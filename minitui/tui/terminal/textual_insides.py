@@ -1,7 +1,7 @@
 """What minitui changes in Textual, and what it uses of Textual beyond the documented interface: all of it is here.
 
 It was written for the Textual of TEXTUAL. tests/tui/terminal/test_textual_insides.py has a digest of each piece of
-Textual that this file, terminal.py and web/mirror_driver.py replace or rely on, and fails when one of them changes.
+Textual that this file, guard.py and web/mirror_driver.py replace or rely on, and fails when one of them changes.
 
 Lines    Textual divides, crops and pads every line, and each Strip caches the results. If nothing is cut off, the
          result is the strip itself. Such a strip refers to itself, so only a full garbage collection frees it. Full

@@ -19,7 +19,7 @@ from minitui.exercises.attempt import Attempt, Attempts, read
 from minitui.sources.base import Progress
 from minitui.sources.replay import ReplaySource
 from minitui.trace.reader import TraceReader
-from minitui.tui.replay_app import ReplayApp
+from minitui.tui.apps.replay_app import ReplayApp
 from minitui.tui.screens.exercise import ExerciseCompareScreen, ExerciseScreen, Now
 from minitui.tui.widgets.rows import clean
 from minitui.viewmodel.compare.runs import Run, recorded_view

@@ -16,9 +16,9 @@ from minitui.sources.remote import RemoteSource
 from minitui.sources.replica import Replica
 from minitui.sources.replicas import ReplicaSource
 from minitui.sources.routing import Opening
-from minitui.tui.app import MinituiApp
+from minitui.tui.apps.app import MinituiApp
+from minitui.tui.apps.openai_app import ForeignChatScreen, need_records
 from minitui.tui.commands import Commands
-from minitui.tui.openai_app import ForeignChatScreen, need_records
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.widgets.bars import StatusBar, TopBar

@@ -19,14 +19,14 @@ from minitui.chat.sessions import Chats
 from minitui.settings import Settings
 from minitui.sources.base import Source
 from minitui.tui.actions import ACTIONS
-from minitui.tui.app_base import AppBase
-from minitui.tui.audience import Audience, JoinScreen
+from minitui.tui.apps.app_base import AppBase
+from minitui.tui.apps.audience import Audience, JoinScreen
+from minitui.tui.apps.heap import fix_thresholds
 from minitui.tui.commands import Commands
-from minitui.tui.heap import fix_thresholds
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.screens.lecture import LectureScreen
-from minitui.tui.terminal import TerminalGuard
+from minitui.tui.terminal.guard import TerminalGuard
 from minitui.tui.widgets.chat.prompt import Prompt
 from minitui.viewmodel.updater import AFTER_KEY_S
 from minitui.web.mirror_driver import FromPage

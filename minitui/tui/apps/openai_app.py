@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from minitui.sources.openai import OpenAISource
 from minitui.sources.vllm import HOW
-from minitui.tui.app import MinituiApp
+from minitui.tui.apps.app import MinituiApp
 from minitui.tui.panels import BY_KEY
 from minitui.tui.screens.chat import RAIL_FROM, ChatScreen
 from minitui.tui.widgets.base import LinePanel

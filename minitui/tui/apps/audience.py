@@ -18,7 +18,7 @@ from textual.containers import Vertical
 from textual.widgets import Static
 
 from minitui.teaching.prediction import LETTERS, Poll
-from minitui.tui.app_base import AppBase
+from minitui.tui.apps.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.dialogs import Overlay
 from minitui.viewmodel.words.narrate import narrate

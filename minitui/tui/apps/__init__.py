@@ -1,0 +1,1 @@
+"""The applications of the commands: what they share, the chat, and those for one purpose."""

@@ -1,0 +1,1 @@
+"""What lies below the screens: the terminal itself, and Textual's insides."""
