@@ -16,7 +16,7 @@ from engine.info import EngineInfo
 from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import load_codec
 from minitui.cli.teaching import lesson_source
-from minitui.teaching.lessons.beside_vllm import FILE, submit
+from minitui.teaching.lessons.l6_scheduler import FILE, submit
 from minitui.teaching.stage import plain_stage
 from minitui.trace.recorder import Recorder
 from minitui.vllm.translate import Translator
@@ -29,7 +29,7 @@ async def run_here() -> tuple[EngineInfo, list[tuple[list[int], list[int]]]]:
     """Returns facts about this engine, and the prompt and the reply of each request."""
     _, source, _ = lesson_source(LESSON)
     async with plain_stage(source, Sampling(temperature=0), load_codec, system="", say=print, beat=0.0) as stage:
-        chats = await submit(stage)
+        chats, _ = await submit(stage)
         prompts = [list(stage.chats.prompt(chat).ids) for chat in chats]
         await stage.answers(chats)
         return source.info, [(ids, chat.ids[len(ids) :]) for ids, chat in zip(prompts, chats, strict=True)]

@@ -32,9 +32,8 @@ from minitui.teaching.lessons import (
     l9_radix,
     lesson,
     step_costs,
-    tree_walk,
 )
-from minitui.teaching.lessons.bars import parse_settings
+from minitui.teaching.lessons.l5_sampler import parse_settings
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, TypeIn, find_code, fresh, paragraphs
 from minitui.teaching.lessons.plain import print_with_own_engine
 from minitui.teaching.lessons.side_by_side import side_by_side
@@ -362,11 +361,11 @@ def test_the_numbers_in_the_questions_are_those_of_the_engine(outcome: Callable[
     waiting = outcome(6).seen["Waiting, with a reason"].text
     assert sum(map(int, re.findall(r"\+ (\d+) tokens of", waiting))) == l6_scheduler.WAITING, waiting
     lookup = outcome(9).seen["The same beginning, another question"].text
-    assert f"its {tree_walk.LONG} prompt tokens" in lookup and f"differs at token {tree_walk.SAME}." in lookup, lookup
+    assert f"its {l9_radix.LONG} prompt tokens" in lookup and f"differs at token {l9_radix.SAME}." in lookup, lookup
     room = "".join(outcome(9).beside["What is evicted, and when"].values())
-    assert f"C needs {tree_walk.NEEDED} blocks; {tree_walk.ROOM} of {l9_radix.BLOCKS} are free." in room, room
-    assert tree_walk.CACHED_A + tree_walk.CACHED_B + tree_walk.ROOM == l9_radix.BLOCKS
-    assert f"all {tree_walk.CACHED_B} blocks of B" in outcome(9).seen["What is evicted, and when"].text
+    assert f"C needs {l9_radix.NEEDED} blocks; {l9_radix.ROOM} of {l9_radix.BLOCKS} are free." in room, room
+    assert l9_radix.CACHED_A + l9_radix.CACHED_B + l9_radix.ROOM == l9_radix.BLOCKS
+    assert f"all {l9_radix.CACHED_B} blocks of B" in outcome(9).seen["What is evicted, and when"].text
 
 
 def test_the_figures_in_the_text_are_those_of_the_pool_on_screen(outcome: Callable[[int], Taught]) -> None:

@@ -15,6 +15,7 @@ from minitui.chat.sessions import Chats
 from minitui.settings import Settings
 from minitui.sources.replay import MAX_SPEED, MIN_SPEED, ReplaySource
 from minitui.trace.reader import TraceReader
+from minitui.tui import help
 from minitui.tui.actions import Action
 from minitui.tui.apps.app import MinituiApp
 from minitui.tui.screens.base import PlayheadScreen
@@ -75,27 +76,6 @@ class TraceCodec:
         raise InvalidRequest(NO_CHATS)
 
 
-REPLAY_HELP = """\
-This is a recording. These keys move its playhead.
-
-  space, p       pause or continue
-  n, N           one step, ten steps
-  , .            the step before, the next step; the replay is then paused
-  B, E           the begin, the end of the recording (also home and end, where the panel has no other use for them)
-  ( )            jump back or forward by a twentieth of the recording
-  < >            slower, faster: from 1/200 to 100 times the engine's speed
-  { }            the previous or next bookmark; the first hit, eviction, preemption and failure have bookmarks
-  m              bookmark this step; the bookmark is saved in the file. Its text is shown at its step, and while the
-                 recording plays for ten seconds: so you can narrate a recording
-
-The bar at the bottom is the only clock: it says whether the recording plays, and which moment of it all panels show.
-While it plays, a panel is drawn again a few times a second, so it may be some steps behind the bar. A click on the
-line of the bar goes there; a triangle is a bookmark.
-Its seconds are those of the recorded engine since the beginning of the recording, and its step is the last one that has
-ended. A pause or slow motion of the recorded engine is shown at the top, after the word "recorded".
-"""
-
-
 class ReplayApp(MinituiApp):
     """The application for a recording. A recording has no chats, so the first screen is Inspect."""
 
@@ -105,7 +85,7 @@ class ReplayApp(MinituiApp):
         **MinituiApp.NOT_OFFERED, **NEED_CHATS, "clear": NO_ENGINE, "restart": NO_ENGINE,
     }
     TABS = tuple(tab for tab in MinituiApp.TABS if tab[0] != "chat")
-    HELP_FIRST: ClassVar[tuple[tuple[str, str], ...]] = (("A recording", REPLAY_HELP),)
+    HELP_FIRST: ClassVar[tuple[tuple[str, str], ...]] = (("A recording", help.SCREENS["replay"]),)
 
     def __init__(self, source: ReplaySource, *args: Any, **options: Any) -> None:
         options["load_codec"] = lambda info: TraceCodec(source.trace)

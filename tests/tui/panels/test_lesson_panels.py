@@ -15,9 +15,8 @@ import pytest
 from engine.errors import EngineError
 from minitui.dev.panel import stress_view
 from minitui.dev.simulator import Load
-from minitui.teaching.lessons.curl import _curl, _httpx
-from minitui.teaching.lessons.page import Seen
-from minitui.teaching.lessons.recorded_timelines import (
+from minitui.teaching.lessons.l8_server import _curl, _httpx
+from minitui.teaching.lessons.l10_cuda_graphs import (
     EAGER,
     GRAPHS,
     OVERLAP,
@@ -25,6 +24,7 @@ from minitui.teaching.lessons.recorded_timelines import (
     larger_model,
     overlap,
 )
+from minitui.teaching.lessons.page import Seen
 from minitui.teaching.recorded_steps import recorded_device
 from minitui.teaching.stage import Stage
 from minitui.tui.widgets.base import LinePanel
