@@ -28,6 +28,13 @@ class Limits:
     notes: tuple[str, ...] = field(default=())  # sentences for the user about the choices
 
 
+def step_limits(config: EngineConfig, cpu: bool) -> tuple[int, int]:
+    """Returns max_num_seqs and max_num_batched_tokens. On a CPU a smaller token budget gives shorter steps and a later
+    first token; on a GPU the budget hardly matters (engine/kernels/MEASURED.md)."""
+    sequences = config.max_num_seqs or (64 if cpu else 256)
+    return sequences, config.max_num_batched_tokens or max(512 if cpu else 8192, sequences)
+
+
 def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     """Choose a value for every setting of `config` that is "auto" or None. Raises EngineError if the device or the
     model does not support `config`."""
@@ -62,10 +69,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
             f"max_model_len is {length:,}, but this {model.architecture} has {model.max_context:,} positions: "
             "lower max_model_len, or set a rope scaling in the model's config.json"
         )
-    sequences = config.max_num_seqs or (64 if cpu else 256)
-    # On a CPU a smaller token budget gives shorter steps and a later first token; on a GPU the budget hardly matters
-    # (engine/kernels/MEASURED.md).
-    budget = config.max_num_batched_tokens or max(512 if cpu else 8192, sequences)
+    sequences, budget = step_limits(config, cpu)
     notes: tuple[str, ...] = (why_quantised,) if why_quantised else ()
     if model.default_context < model.max_context:
         short = length <= model.default_context

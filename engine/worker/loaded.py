@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,16 +37,18 @@ from engine.worker.batch import Batch
 from engine.worker.cpu.cores import default_threads
 from engine.worker.inputs import Draws
 from engine.worker.launch import DrawnLogprobs, LaunchedStep, PromptLogprobs
-from engine.worker.limits import resolve
+from engine.worker.limits import resolve, step_limits
 from engine.worker.sampler import Drawn
 from engine.worker.upload import to_host
 from engine.worker.weights.load_model import load_model
+from engine.worker.weights.quantised import weight_bytes
 
 if TYPE_CHECKING:
     from engine.kernels.compile_ahead import CompileAhead
 
 CPU_KV_BYTES = 1 << 30  # default pool on a CPU; smaller if CPU_KV_SEQUENCES sequences of maximum length need less
 CPU_KV_SEQUENCES = 16
+SORT_BYTES = 46  # of a logit, while torch sorts logits for top-p draws: copies, sorted values, their indices
 EXPERT_LOAD_SECONDS = 0.25  # seconds between two reports of the experts' load; the reports are only displayed
 
 
@@ -117,10 +119,8 @@ class LoadedModel:
             )
             for tokens in (self.max_num_batched_tokens, 1):
                 self.compile_ahead(partial(self.warm_up, tokens))
-            groups = cache_groups(self.shard)
-            # Of a block, page or slot of each group.
-            self.block_bytes = [group.block_bytes(self.block_size, self.kv_dtype) for group in groups]
-            self._sizes = PoolSizes(groups, engine_config, max_rows, self.max_num_batched_tokens, self.block_bytes)
+            self._sizes = PoolSizes(self.shard, engine_config, max_rows, self.max_num_batched_tokens, self.kv_dtype)
+            self.block_bytes = self._sizes.block_bytes
             blocks = group.least(self._count_blocks())
             self.num_blocks = blocks + 1  # plus the null block
             self.groups = self._sizes.sides(blocks)
@@ -331,11 +331,12 @@ class PoolSizes:
     """The pools for the groups of one model."""
 
     def __init__(
-        self, groups: Sequence[CacheGroup], config: EngineConfig, max_rows: int, budget: int, block_bytes: Sequence[int]
+        self, model: ModelConfig, config: EngineConfig, max_rows: int, budget: int, kv_dtype: torch.dtype
     ) -> None:
-        """`max_rows`: requests that run at the same time. `budget`: tokens of a step. `block_bytes`: of a block, page
-        or slot of each group."""
-        self._groups, self._config, self._block_bytes = groups, config, block_bytes
+        """`max_rows`: requests that run at the same time. `budget`: tokens of a step."""
+        self._groups, self._config = cache_groups(model), config
+        # Of a block, page or slot of each group.
+        self.block_bytes = [group.block_bytes(config.block_size, kv_dtype) for group in self._groups]
         self._size, self._rows, self._budget = config.block_size, max_rows, budget
         self._drafts = config.speculative_tokens if config.speculation != "off" else 0
 
@@ -368,12 +369,26 @@ class PoolSizes:
     def bytes_for(self, blocks: int) -> int:
         """Returns the bytes of all pools, for a number of blocks of full attention."""
         numbers = blocks + 1, *(side.num_blocks for side in self.sides(blocks))
-        return sum(number * size for number, size in zip(numbers, self._block_bytes, strict=True))
+        return sum(number * size for number, size in zip(numbers, self.block_bytes, strict=True))
 
     def blocks_in(self, room: int) -> int:
         """Returns the largest number of blocks of full attention whose pools fit in `room` bytes; 0: none."""
-        low, high = 0, room // max(1, self._block_bytes[0]) + 1
+        low, high = 0, room // max(1, self.block_bytes[0]) + 1
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.bytes_for(middle) <= room else (low, middle)
         return low
+
+
+def expected_tokens(model: ModelConfig, config: EngineConfig, total: int, used: int) -> int:
+    """Returns how many tokens the KV cache of a GPU would have; 0: the model does not fit. `total`: bytes of its
+    memory; `used`: those that its driver and other processes take. LoadedModel measures the memory of a step; here it
+    is estimated: that of the sort for top-p draws, or of gate, up, their product and the hidden states."""
+    rows, budget = step_limits(config, cpu=False)
+    experts = model.experts
+    inner = model.intermediate_size if experts is None else experts.inner_size * experts.per_token
+    step = max(SORT_BYTES * rows * model.vocab_size, 2 * budget * (3 * inner + 4 * model.hidden_size))
+    weights = weight_bytes(config.quantization, model, torch.bfloat16)
+    kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else torch.bfloat16
+    room = int(total * config.gpu_memory_utilization) - weights - step - used
+    return PoolSizes(model, config, rows, budget, kv_dtype).blocks_in(room) * config.block_size

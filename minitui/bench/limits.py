@@ -28,7 +28,11 @@ MOE = {
 #                 hidden inner   layers heads tied
 SIZES = {
     "0.6B": (1_024, 3_072, 28, 16, True),
+    "1.7B": (2_048, 6_144, 28, 16, True),
+    "4B": (2_560, 9_728, 36, 32, True),
     "8B": (4_096, 12_288, 36, 32, False),
+    "14B": (5_120, 17_408, 40, 40, False),
+    "32B": (5_120, 25_600, 64, 64, False),
     "30B-A3B": (2_048, 6_144, 48, 32, False),
 }
 MEASURED = ("0.6B", "8B")  # the sizes measured by default

@@ -39,7 +39,7 @@ class Options:
     dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="Random weights; reads only config.json.")] = (
         False
     )
-    shape: Annotated[list[str] | None, typer.Option(help="Built-in shape: 0.6B, 8B or 30B-A3B; repeatable.")] = None
+    shape: Annotated[list[str] | None, typer.Option(help="Built-in shape: 0.6B to 32B, 30B-A3B; repeatable.")] = None
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
     quantization: Annotated[str, typer.Option(help="auto; none; int4; bf16 or int8 on a CPU; fp8 on a GPU.")] = "auto"
     tensor_parallel_size: Annotated[int, typer.Option(help="Number of ranks that share the model.")] = 1

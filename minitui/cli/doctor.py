@@ -8,8 +8,11 @@ import os
 import platform
 import shutil
 import sys
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +25,9 @@ from minitui.cli.early import log_path
 from minitui.progress import Phases
 from minitui.visible import json_text
 
+if TYPE_CHECKING:
+    from engine.model.config import ModelConfig
+
 EXTRAS = {  # module -> (extra, purpose)
     "flash_attn": ("flash", "FlashAttention-4 for prefill on NVIDIA Hopper and Blackwell; used if installed"),
     "llvmlite": ("cpu", "compiled kernels for few tokens on a CPU; used if installed"),
@@ -31,10 +37,13 @@ EXTRAS = {  # module -> (extra, purpose)
     "transformers": ("verify", "minitui verify: comparison with transformers, token for token"),
     "triton": ("", "kernels for NVIDIA GPUs, Ampere or newer; part of torch's CUDA builds"),
 }
-SIZES = {  # model -> its weights, and how many of them are in the embedding and the output matrix
-    "Qwen3-0.6B": (0.6e9, 0.16e9), "Qwen3-1.7B": (1.7e9, 0.31e9), "Qwen3-4B": (4.0e9, 0.39e9),
-    "Qwen3-8B": (8.2e9, 1.24e9), "Qwen3-32B": (32.8e9, 1.56e9),
+CARDS = {  # name -> GiB of memory, compute capability
+    "RTX 3060": (12, "8.6"), "RTX 3090": (24, "8.6"), "RTX 4060": (8, "8.9"), "RTX 4070": (12, "8.9"),
+    "RTX 4090": (24, "8.9"), "RTX 5070": (12, "12.0"), "RTX 5090": (32, "12.0"), "L4": (23, "8.9"), "A100": (79, "8.0"),
+    "H100": (79, "9.0"), "H200": (140, "9.0"), "B200": (178, "10.0"),
 }
+DRIVER_GIB = 1.0  # of a card that is not there: memory that CUDA and loaded kernels take
+FEW = 16  # requests at a time, for which the cache is estimated: with more, sampling takes more memory
 
 
 def doctor(
@@ -58,6 +67,9 @@ def doctor(
             help="Of --prefix: exit with 1 if less than this share of what could have been cached was cached.",
         ),
     ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help=f"Say what would run on a card: {', '.join(CARDS)}.", metavar="NAME")
+    ] = None,
     profile_start: Annotated[
         bool, typer.Option("--profile-start", help="Start a model, and print how long each phase took.")
     ] = False,
@@ -73,8 +85,10 @@ def doctor(
       minitui doctor --prefix run.trace --markdown
       minitui doctor --prefix http://localhost:8000 --seconds 60
       minitui doctor --profile-start --model Qwen/Qwen3-8B
+      minitui doctor --gpu "RTX 4060"
 
-    With --json, "fits" has the kinds of weights that fit into the memory, each with the least time of a token in ms;
+    With --json, "fits" has the kinds of weights that fit into the memory, each with the least time of a token in ms (on
+    a CPU), or the tokens of KV cache in 16 and in 8 bits (on a GPU);
     "weights" is the kind that a bfloat16 checkpoint gets by itself ("none": "dtype");
     "modules" has versions. null means not known, or not installed.
     """
@@ -87,7 +101,9 @@ def doctor(
     if profile_start:
         print("\n".join(asyncio.run(start_phases(model))))
         return
-    found = examine()
+    if gpu is not None and gpu not in CARDS:
+        raise EngineError(f"--gpu is {gpu!r}: it must be one of {', '.join(CARDS)}")
+    found = examine(gpu)
     print(json_text(found, indent=2) if json else "\n".join(report(found)))
 
 
@@ -109,22 +125,24 @@ async def start_phases(model: str | None) -> list[str]:
         await client.close()
 
 
-def examine() -> dict[str, Any]:
-    """Returns the findings as plain data. Imports torch, which takes a second or two."""
+def examine(card: str | None = None) -> dict[str, Any]:
+    """Returns the findings as plain data. `card`: a name in CARDS, as if this machine had this card and no other.
+    Imports torch, which takes a second or two."""
     import torch
 
     gpus: list[dict[str, Any]] = []
-    if torch.cuda.is_available():
+    if card is not None:
+        size, capability = CARDS[card]
+        gpus.append({"name": card, "memory_gib": size, "free_gib": size - DRIVER_GIB, "compute": capability})
+    elif torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(i)
-            name, capability = torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)
-            compute = f"{capability[0]}.{capability[1]}"
-            gpus.append({"name": name, "memory_gib": total / 2**30, "free_gib": free / 2**30, "compute": compute})
+            name, (major, minor) = torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)
+            sizes = {"memory_gib": total / 2**30, "free_gib": free / 2**30}
+            gpus.append({"name": name, **sizes, "compute": f"{major}.{minor}"})
     memory = _memory_gib()
-    largest = max((g["free_gib"] for g in gpus), default=memory)
     models, incomplete = _cached_models()
     modules = {m: _version(m) for m in EXTRAS}
-    kinds = _gpu_kinds() if gpus else _cpu_kinds()
     speed = None if gpus else cpu_read_speed()
     return {
         "minitui": version("minitui") if _installed("minitui") else "not installed",
@@ -140,15 +158,7 @@ def examine() -> dict[str, Any]:
         "weights": "none" if gpus else _bundled_weights(),
         "modules": modules,
         "read_gb_per_s": None if speed is None else speed / 1e9,
-        # Model -> the kinds of weights that fit, with the milliseconds in which the weights are read (None: unknown).
-        "fits": {
-            name: {
-                kind: None if speed is None else bytes_ / speed * 1e3
-                for kind, (inner, outer) in kinds.items()
-                if (bytes_ := (numbers - vocabulary) * inner + vocabulary * outer) / 2**30 * 1.15 < largest
-            }
-            for name, (numbers, vocabulary) in SIZES.items()
-        },
+        "fits": _fits_cpu(memory, speed) if speed is not None else _fits_gpu(max(gpus, key=lambda g: g["free_gib"])),
         "terminal": _terminal(),
         "models": models,
         "incomplete_models": incomplete,
@@ -173,9 +183,15 @@ def report(found: dict[str, Any]) -> list[str]:
         some = "" if found["weights"] == "none" else f"; weights of bfloat16 checkpoints are in {found['weights']}"
         lines.append(f"no NVIDIA GPU that torch can use: models run on the CPU, in float32{some}")
     lines += ["", "What runs here:", "  the bundled model: yes  (minitui chat)"]
+    if found["gpus"]:
+        what = f"with --max-num-seqs {FEW}, tokens in the KV cache / with --kv-cache-dtype fp8 (estimates)"
+        lines.append(f"  others: {what}:")
     for name, fits in found["fits"].items():
-        text = ", ".join(kind if ms is None else f"{kind} {ms:.0f} ms" for kind, ms in fits.items())
-        lines.append(f"  {name:<12} {text or 'no: the weights do not fit into memory'}")
+        if found["gpus"]:
+            text = ", ".join(f"{kind} {wide:,} / {small:,}" for kind, (wide, small) in fits.items())
+        else:
+            text = ", ".join(f"{kind} {ms:.0f} ms" for kind, ms in fits.items())
+        lines.append(f"  {name:<14} {text or 'no: it does not fit into memory'}")
     lines.append("  Quantised checkpoints: " + _quantised(found))
     if (speed := found["read_gb_per_s"]) is not None:
         lines.append(f"  A token of one reply takes at least this time: memory is read at {speed:.0f} GB/s.")
@@ -219,29 +235,42 @@ def largest_memory() -> tuple[float, bool]:
     return _memory_gib() * 2**30, False
 
 
-def eight_bits() -> bool:
-    """Returns True if a GPU of this machine has our kernels for 8-bit weights."""
-    return capability() >= (9, 0) and importlib.util.find_spec("triton") is not None
-
-
 def capability() -> tuple[int, int]:
-    """Returns the highest compute capability of this machine's GPUs."""
+    """Returns the highest compute capability of this machine's GPUs; without triton (0, 0), as our kernels need it."""
     import torch
 
+    if importlib.util.find_spec("triton") is None:
+        return 0, 0
     return max(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
 
 
-def _gpu_kinds() -> dict[str, tuple[float, float]]:
-    """Like _cpu_kinds, for the GPUs."""
-    import torch
+def _shapes() -> dict[str, ModelConfig]:
+    """Returns the configurations of models that many people run, by name."""
+    from engine.model.hf.config import read_model_config
+    from minitui.bench.limits import SIZES, write_config
 
-    from engine.model.four_bits import Int4Tiles
-    from engine.worker.weights.quantised import itemsizes
+    with TemporaryDirectory() as folder:
+        return {f"Qwen3-{size}": read_model_config(write_config(size, Path(folder))) for size in SIZES}
 
-    kinds = {"bfloat16": "none"} | ({"fp8": "fp8"} if eight_bits() else {})
-    if capability() >= (8, 0) and not Int4Tiles.why_not():
-        kinds["int4"] = "int4"
-    return {name: itemsizes(kind, torch.bfloat16) for name, kind in kinds.items()}
+
+def _fits_gpu(gpu: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]:
+    """Returns, for each model and each kind of weights that fits, the tokens of a KV cache in 16 and in 8 bits."""
+    from engine.worker.loaded import expected_tokens
+    from minitui.cli.models import Machine, kinds_on_gpu
+
+    total, free = (round(gpu[name] * 2**30) for name in ("memory_gib", "free_gib"))
+    major, minor = map(int, gpu["compute"].split("."))
+    machine, few, found = Machine(free, 0.0, (major, minor)), EngineConfig("", max_num_seqs=FEW), {}
+    for name, config in _shapes().items():
+        tokens = {
+            "bfloat16" if kind == "none" else kind: [
+                expected_tokens(config, replace(few, quantization=kind, kv_cache_dtype=kv), total, total - free)
+                for kv in ("auto", "fp8")
+            ]
+            for kind in kinds_on_gpu(config, machine)
+        }
+        found[name] = {kind: (wide, small) for kind, (wide, small) in tokens.items() if small}
+    return found
 
 
 def _bundled_weights() -> str:
@@ -257,17 +286,28 @@ def _bundled_weights() -> str:
     return choose(EngineConfig(), config, torch.device("cpu"), "float32")[0]
 
 
-def _cpu_kinds() -> dict[str, tuple[float, float]]:
-    """Returns the kinds of weights that this CPU supports, with the bytes of a number in the layers and outside."""
+def _fits_cpu(memory_gib: float, speed: float) -> dict[str, dict[str, float]]:
+    """Returns, for each model and each kind of weights that fits, the milliseconds in which a token's weights are read.
+    `speed`: bytes of memory that the engine's threads read per second."""
     import torch
 
-    from engine.model.four_bits import Int4Weight
-    from engine.worker.weights.quantised import itemsizes
+    from engine.worker.weights.quantised import refusal, weight_bytes
+    from minitui.cli.models import MARGIN, least_seconds
 
-    compiled = importlib.util.find_spec("llvmlite") is not None
-    kinds = {"float32": "none", "bf16": "bf16" if compiled else "", "int8": "int8"}
-    kinds["int4"] = "" if Int4Weight.why_not() else "int4"
-    return {name: itemsizes(kind, torch.float32) for name, kind in kinds.items() if kind}
+    def runs(kind: str, config: ModelConfig) -> bool:
+        if kind == "bf16" and importlib.util.find_spec("llvmlite") is None:
+            return False
+        if kind != "none" and refusal(EngineConfig("", quantization=kind), config, torch.device("cpu"), "float32"):
+            return False
+        return weight_bytes(kind, config, torch.float32) * MARGIN < memory_gib * 2**30
+
+    kinds = {"float32": "none", "bf16": "bf16", "int8": "int8", "int4": "int4"}
+    return {
+        model: {
+            name: least_seconds(config, kind, speed) * 1e3 for name, kind in kinds.items() if runs(kind, config)
+        }
+        for model, config in _shapes().items()
+    }
 
 
 def cpu_read_speed() -> float:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 KEPT = {"rounded weights": ROUNDED, "unpacked GGUF files": UNPACKED}
 NO_TOKENIZER = "no: it has no tokenizer.json; save one there with save_pretrained(…) of transformers"
-MARGIN = 1.15  # memory that a model takes on a GPU, as a multiple of its weights
+MARGIN = 1.15  # memory that a model takes, as a multiple of its weights
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class Machine:
 
     gpu_free: float | None  # free bytes of the largest GPU; None: there is no GPU
     read: float  # bytes of memory that the CPU reads per second; not measured if there is a GPU
-    eight_bits: bool = True  # the GPU has our kernels for 8-bit weights
+    capability: tuple[int, int] = (9, 0)  # of this GPU
 
     @staticmethod
     def here() -> Machine:
-        from minitui.cli.doctor import cpu_read_speed, eight_bits, largest_memory
+        from minitui.cli.doctor import capability, cpu_read_speed, largest_memory
 
         free, on_gpu = largest_memory()
-        return Machine(free, 0.0, eight_bits()) if on_gpu else Machine(None, cpu_read_speed())
+        return Machine(free, 0.0, capability()) if on_gpu else Machine(None, cpu_read_speed())
 
 
 def examine(snapshot: Snapshot, machine: Machine) -> Model:
@@ -140,11 +140,10 @@ def fit(config: ModelConfig, machine: Machine, checkpoint: Path | None = None) -
     import torch
 
     from engine.config import EngineConfig
-    from engine.worker.weights.quantised import BESIDE_WEIGHTS, choose, free_memory, itemsizes, weight_bytes
-    from minitui.bench.limits import Limits, Work
+    from engine.worker.weights.quantised import BESIDE_WEIGHTS, choose, free_memory, weight_bytes
 
     if machine.gpu_free is not None:
-        kinds = _on_gpu(config, machine)
+        kinds = kinds_on_gpu(config, machine)
         needed = {kind: weight_bytes(kind, config, torch.bfloat16, directory=checkpoint) * MARGIN for kind in kinds}
         least = min(needed.values())
         fits = (kind for kind, bytes_ in needed.items() if bytes_ <= machine.gpu_free)
@@ -154,12 +153,22 @@ def fit(config: ModelConfig, machine: Machine, checkpoint: Path | None = None) -
     name, free = "float32" if kind == "none" else kind, free_memory()
     if (needs := weight_bytes(kind, config, torch.float32) + BESIDE_WEIGHTS) > free:
         return f"no: in {name} it takes {size(needs)}, and {size(free)} are free"
-    work = Work.of(config, torch.float32.itemsize, itemsizes(kind, torch.float32))
-    seconds = work.decode(Limits(copy=machine.read, read=machine.read, matmul=math.inf, dtype=name), [1])
+    seconds = least_seconds(config, kind, machine.read)
     return f"yes, in {name}: at least {seconds * 1e3:.{1 if seconds < 0.01 else 0}f} ms a token"
 
 
-def _on_gpu(config: ModelConfig, machine: Machine) -> dict[str, str]:
+def least_seconds(config: ModelConfig, kind: str, read: float) -> float:
+    """Returns the seconds of a token of one reply on a CPU that reads so many bytes per second."""
+    import torch
+
+    from engine.worker.weights.quantised import itemsizes
+    from minitui.bench.limits import Limits, Work
+
+    work = Work.of(config, torch.float32.itemsize, itemsizes(kind, torch.float32))
+    return work.decode(Limits(copy=read, read=read, matmul=math.inf, dtype=""), [1])
+
+
+def kinds_on_gpu(config: ModelConfig, machine: Machine) -> dict[str, str]:
     """Returns the kinds of weights that the GPU can compute, the preferred kind first, and what `fit` says of each."""
     import torch
 
@@ -168,15 +177,16 @@ def _on_gpu(config: ModelConfig, machine: Machine) -> dict[str, str]:
 
     packed = config.packing is not None
     kinds = {"none": "yes, expanded to bfloat16" if packed else "yes"}
-    if machine.eight_bits:
+    eight_bits = machine.capability >= (9, 0)
+    if eight_bits:
         with suppress(EngineError):
             check_fp8_sizes(config)
             kinds["fp8"] = "yes, rounded to 8 bits" if packed else "with --quantization fp8"
-    if machine.eight_bits and packed:
+    if eight_bits and packed:
         with suppress(EngineError):
             check_kept(config, torch.device("cuda"))
             return {KEPT: "yes, in 8 bits as stored"}
-    if config.experts is None:
+    if config.experts is None and machine.capability >= (8, 0):
         with suppress(EngineError):
             check_four_bits(config, Int4Tiles)
             if matrices("int4", config, torch.bfloat16) is not Int4Tiles:

@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.worker.loaded import expected_tokens
 from minitui import __version__
 from minitui.chat.conversation import Sampling
 from minitui.cli import early, launch
 from minitui.cli.ask import ask_source
 from minitui.cli.compare import run_names
-from minitui.cli.doctor import EXTRAS, report
+from minitui.cli.doctor import EXTRAS, _fits_gpu, _shapes, report
 from minitui.cli.launch import make_sampling, settings_with
 from minitui.cli.main import app, main
 from minitui.progress import Phases, process_age_s
@@ -267,9 +269,9 @@ def test_doctor_says_what_runs_here_and_what_to_install():
     text = "\n".join(report(found))
     assert "models run on the CPU, in float32; weights of bfloat16 checkpoints are in bf16" in text
     assert "bf16" not in "\n".join(report({**found, "weights": "none"}))
-    assert "Qwen3-0.6B   float32 80 ms, int8 20 ms" in text
+    assert "Qwen3-0.6B     float32 80 ms, int8 20 ms" in text
     assert "memory is read at 30 GB/s" in text
-    assert "Qwen3-8B     no" in text
+    assert "Qwen3-8B       no" in text
     for extra in ("flash", "serve", "web", "verify"):
         assert f"pip install '.[{extra}]'" in text
     assert "[structured]" not in text
@@ -277,7 +279,9 @@ def test_doctor_says_what_runs_here_and_what_to_install():
     assert "use --ascii" in text
     assert "Qwen/Qwen3-4B: missing model.safetensors" in text
     gpu = {"name": "A", "memory_gib": 80.0, "free_gib": 79.0, "compute": "9.0"}
-    assert "--tensor-parallel-size 2 to 4" in "\n".join(report({**found, "gpus": [gpu] * 4, "ranks": ["nccl"]}))
+    found |= {"gpus": [gpu] * 4, "ranks": ["nccl"], "fits": {"Qwen3-8B": {"int4": (6_432, 12_880)}}}
+    text = "\n".join(report(found))
+    assert "--tensor-parallel-size 2 to 4" in text and "Qwen3-8B       int4 6,432 / 12,880\n" in text
 
 
 @pytest.mark.parametrize(("package", "extra", "use"), [
@@ -310,7 +314,28 @@ def test_doctor_as_json(here):
     assert found["memory_gib"] > 0.5
     if found["device"] == "cpu":
         reads = found["fits"]["Qwen3-0.6B"]["int8"] * found["read_gb_per_s"]
-        assert reads == pytest.approx(600), "0.6 GB: milliseconds times GB/s"
+        assert reads == pytest.approx(600, rel=0.01), "0.6 GB: milliseconds times GB/s"
+
+
+def test_doctor_estimates_the_cache_of_a_card_as_the_engine_sizes_it():
+    """Qwen3-8B on an H200: the bundled recording has what the engine measured there."""
+    fits = _fits_gpu({"memory_gib": 139.8, "free_gib": 138.8, "compute": "9.0"})
+    info = TraceReader(bundled()["h200-8b"]).info
+    tokens = expected_tokens(
+        _shapes()["Qwen3-8B"], EngineConfig("", quantization="none"), round(139.8 * 2**30), 1 << 30
+    )
+    assert tokens == pytest.approx(info.num_blocks * info.block_size, rel=0.01)
+    wide, small = fits["Qwen3-8B"]["int4"]
+    assert small == pytest.approx(2 * wide, rel=0.01) and wide > fits["Qwen3-8B"]["bfloat16"][0] > tokens
+    laptop = _fits_gpu({"memory_gib": 8, "free_gib": 7, "compute": "8.9"})
+    assert list(laptop["Qwen3-8B"]) == ["int4"] and 8_000 < laptop["Qwen3-8B"]["int4"][1] < 20_000
+    assert laptop["Qwen3-32B"] == {}
+
+
+def test_doctor_names_the_cards_that_it_knows(here):
+    lines = here("doctor", "--gpu", "RTX 4060").stdout
+    assert "GPU RTX 4060: 7 of 8 GiB free" in lines and re.search("Qwen3-8B +int4 [0-9,]+ / [0-9,]+\n", lines)
+    assert "must be one of RTX 3060, " in here("doctor", "--gpu", "RTX").stderr
 
 
 @pytest.mark.parametrize(("words", "applications", "engine", "tabs"), [

@@ -205,6 +205,8 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
             f"{kind} weights support only dense models, but {model.architecture} has experts: use --quantization none"
         )
     if kind == "int4":
+        if cpu and (why_not := Int4Weight.why_not()):
+            raise EngineError(f"int4 weights need compiled kernels, but {why_not}: use --quantization int8")
         check_four_bits(model, Int4Weight if cpu else Int4Tiles, ranks)
     if cpu:
         return
@@ -250,8 +252,6 @@ def check_fp8_sizes(model: ModelConfig) -> None:
 def check_four_bits(model: ModelConfig, kind: type[Int4Weight], ranks: int = 1) -> None:
     """Raise EngineError if the kernels for 4-bit weights of this class do not support the model's shape."""
     other = "none" if kind is Int4Tiles else "int8"
-    if why_not := kind.why_not():
-        raise EngineError(f"int4 weights need compiled kernels, but {why_not}: use --quantization {other}")
     sizes = _four_bit_sizes(model)
     if kind is Int4Tiles and (delta := model.delta) is not None:
         sizes += ("the width of a delta rule's keys", delta.key_heads * delta.key_dim, TILE),

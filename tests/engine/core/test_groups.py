@@ -56,7 +56,7 @@ def test_a_pool_that_one_request_does_not_fit_is_refused_with_its_numbers(drafts
 
         def sides(given: int, name: str = name) -> tuple[int, ...]:
             config = EngineConfig(model="", **{name: given}, **speculation)  # type: ignore[arg-type]
-            return tuple(side.num_blocks for side in PoolSizes(cache_groups(model), config, 4, 64, [1, 1, 1]).sides(50))
+            return tuple(side.num_blocks for side in PoolSizes(model, config, 4, 64, torch.bfloat16).sides(50))
 
         assert 1 + least in sides(least)
         text = rf"{name} is {least - 1}, but one request needs {least} in .*'{beside}: "

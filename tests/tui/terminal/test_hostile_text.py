@@ -290,7 +290,7 @@ def test_hostile_names_of_files_and_models_are_told_in_plain_text(home: Path, co
 def test_doctor_and_verify_write_plain_text(home: Path, command: Command, monkeypatch: pytest.MonkeyPatch):
     found = doctor.examine()
     found |= {"models": [EVIL], "files": {EVIL: EVIL}, "minitui": EVIL}
-    monkeypatch.setattr(doctor, "examine", lambda: found)
+    monkeypatch.setattr(doctor, "examine", lambda card: found)
     assert "␛[31;9m".encode() in command("doctor")
     assert json.loads(command("doctor", "--json"))["models"] == [EVIL]
 
