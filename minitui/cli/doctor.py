@@ -22,6 +22,7 @@ from engine.fields import listed
 from engine.process import early_process
 from minitui.chat.model_choice import choose_model
 from minitui.cli.early import log_path
+from minitui.cli.models import MARGIN, Machine, cpu_read_speed, kinds_on_gpu, least_seconds, memory_gib
 from minitui.progress import Phases
 from minitui.visible import json_text
 
@@ -140,7 +141,7 @@ def examine(card: str | None = None) -> dict[str, Any]:
             name, (major, minor) = torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)
             sizes = {"memory_gib": total / 2**30, "free_gib": free / 2**30}
             gpus.append({"name": name, **sizes, "compute": f"{major}.{minor}"})
-    memory = _memory_gib()
+    memory = memory_gib()
     models, incomplete = _cached_models()
     modules = {m: _version(m) for m in EXTRAS}
     speed = None if gpus else cpu_read_speed()
@@ -226,24 +227,6 @@ def _quantised(found: dict[str, Any]) -> str:
     return f"{numbers}; others are expanded to bfloat16, or to fp8 if that does not fit"
 
 
-def largest_memory() -> tuple[float, bool]:
-    """Returns the free bytes of the largest GPU and True; without a GPU, the bytes of this machine and False."""
-    import torch
-
-    if torch.cuda.is_available():
-        return float(max(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))), True
-    return _memory_gib() * 2**30, False
-
-
-def capability() -> tuple[int, int]:
-    """Returns the highest compute capability of this machine's GPUs; without triton (0, 0), as our kernels need it."""
-    import torch
-
-    if importlib.util.find_spec("triton") is None:
-        return 0, 0
-    return max(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
-
-
 def _shapes() -> dict[str, ModelConfig]:
     """Returns the configurations of models that many people run, by name."""
     from engine.model.hf.config import read_model_config
@@ -256,7 +239,6 @@ def _shapes() -> dict[str, ModelConfig]:
 def _fits_gpu(gpu: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]:
     """Returns, for each model and each kind of weights that fits, the tokens of a KV cache in 16 and in 8 bits."""
     from engine.worker.loaded import expected_tokens
-    from minitui.cli.models import Machine, kinds_on_gpu
 
     total, free = (round(gpu[name] * 2**30) for name in ("memory_gib", "free_gib"))
     major, minor = map(int, gpu["compute"].split("."))
@@ -286,20 +268,19 @@ def _bundled_weights() -> str:
     return choose(EngineConfig(), config, torch.device("cpu"), "float32")[0]
 
 
-def _fits_cpu(memory_gib: float, speed: float) -> dict[str, dict[str, float]]:
+def _fits_cpu(memory: float, speed: float) -> dict[str, dict[str, float]]:
     """Returns, for each model and each kind of weights that fits, the milliseconds in which a token's weights are read.
-    `speed`: bytes of memory that the engine's threads read per second."""
+    `memory`: GiB. `speed`: bytes of memory that the engine's threads read per second."""
     import torch
 
     from engine.worker.weights.quantised import refusal, weight_bytes
-    from minitui.cli.models import MARGIN, least_seconds
 
     def runs(kind: str, config: ModelConfig) -> bool:
         if kind == "bf16" and importlib.util.find_spec("llvmlite") is None:
             return False
         if kind != "none" and refusal(EngineConfig("", quantization=kind), config, torch.device("cpu"), "float32"):
             return False
-        return weight_bytes(kind, config, torch.float32) * MARGIN < memory_gib * 2**30
+        return weight_bytes(kind, config, torch.float32) * MARGIN < memory * 2**30
 
     kinds = {"float32": "none", "bf16": "bf16", "int8": "int8", "int4": "int4"}
     return {
@@ -308,17 +289,6 @@ def _fits_cpu(memory_gib: float, speed: float) -> dict[str, dict[str, float]]:
         }
         for model, config in _shapes().items()
     }
-
-
-def cpu_read_speed() -> float:
-    """Returns the bytes of memory that the engine's threads read per second."""
-    import torch
-
-    from engine.worker.cpu.cores import default_threads
-    from minitui.bench import limits
-
-    torch.set_num_threads(default_threads())
-    return limits.cpu_read_speed()
 
 
 def _backends() -> list[str]:
@@ -344,13 +314,6 @@ def _version(module: str) -> str | None:
         return None
     names = {"flash_attn": ("flash-attn-4", "flash-attn"), "textual_serve": ("textual-serve",)}.get(module, (module,))
     return next((version(name) for name in names if _installed(name)), "unknown version")
-
-
-def _memory_gib() -> float:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    except (ValueError, OSError):
-        return 0.0
 
 
 def _terminal() -> dict[str, Any]:

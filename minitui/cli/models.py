@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,8 +93,6 @@ class Machine:
 
     @staticmethod
     def here() -> Machine:
-        from minitui.cli.doctor import capability, cpu_read_speed, largest_memory
-
         free, on_gpu = largest_memory()
         return Machine(free, 0.0, capability()) if on_gpu else Machine(None, cpu_read_speed())
 
@@ -193,6 +193,43 @@ def kinds_on_gpu(config: ModelConfig, machine: Machine) -> dict[str, str]:
                 return {"int4": "yes, in 4 bits as stored"}
             kinds["int4"] = "with --quantization int4"
     return kinds
+
+
+def largest_memory() -> tuple[float, bool]:
+    """Returns the free bytes of the largest GPU and True; without a GPU, the bytes of this machine and False."""
+    import torch
+
+    if torch.cuda.is_available():
+        return float(max(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))), True
+    return memory_gib() * 2**30, False
+
+
+def capability() -> tuple[int, int]:
+    """Returns the highest compute capability of this machine's GPUs; without triton (0, 0), as our kernels need it."""
+    import torch
+
+    if importlib.util.find_spec("triton") is None:
+        return 0, 0
+    return max(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+
+
+def cpu_read_speed() -> float:
+    """Returns the bytes of memory that the engine's threads read per second."""
+    import torch
+
+    from engine.worker.cpu.cores import default_threads
+    from minitui.bench import limits
+
+    torch.set_num_threads(default_threads())
+    return limits.cpu_read_speed()
+
+
+def memory_gib() -> float:
+    """Returns this machine's memory; 0: unknown."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    except (ValueError, OSError):
+        return 0.0
 
 
 def size(bytes_: int | None) -> str:
