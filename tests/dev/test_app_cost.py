@@ -165,7 +165,7 @@ def test_spans_of_a_request_that_goes_on_are_forgotten_with_the_steps() -> None:
 def test_lanes_of_requests_that_ended_are_bounded_in_number() -> None:
     lanes = Lanes()
     for id in range(2 * LANES_KEPT):  # requests too short for a step of their own
-        lanes.read_at((id, 0.0, "submit", id, "g", 8, 9), 0.0)
+        lanes.submit(RequestView(id, "g", 8, 9))
         lanes.read_at((id, 0.0, "finish", id, "abort", 0), 0.0)
         lanes.forget_before(-1)
     assert len(lanes.lanes) == len(lanes.ended) == LANES_KEPT

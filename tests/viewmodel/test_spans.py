@@ -15,6 +15,7 @@ from engine.core.scheduler import SchedulerConfig
 from engine.params import SamplingParams
 from engine.trace.records import Record, RecordLog
 from engine.trace.state import State
+from engine.trace.views import RequestView
 from minitui.export import export
 from minitui.export.perfetto import DEVICE, HOST, NAMES, PAUSES, REQUESTS, STAGES
 from minitui.trace.bundled import bundled
@@ -105,6 +106,8 @@ def folded(records: list[Record]) -> tuple[Steps, Lanes]:
     for record in records:
         steps.read(record)
         lanes.read_at(record, record[1])
+        if record[2] == "submit":
+            lanes.submit(RequestView(*record[3:7], submitted=record[1]))
     return steps, lanes
 
 

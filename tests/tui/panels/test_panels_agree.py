@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine.trace.views import RequestView
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.tui.apps.replay_app import ReplayApp, replay_app
@@ -108,7 +109,8 @@ def test_a_step_that_is_gone_to_is_the_step_that_is_shown(path: Path) -> None:
 
 def test_a_pause_does_not_vanish_from_what_a_request_waited() -> None:
     lanes, events = Lanes(), Events()
-    lanes.read_at((1, 10.0, "submit", 5, "", 30, 60), 1.0)
+    lanes.now = 1.0
+    lanes.submit(RequestView(5, "", 30, 60, submitted=10.0))
     admit = (2, 70.003, "admit", 5, 0, "new")
     lanes.read_at(admit, 1.003)
     events.fold(admit, 3)
