@@ -91,6 +91,8 @@ class _Converter(Reader):
         self.steps.read(record)
         self.lanes.read_at(record, t)
         self.state.apply(record)
+        if kind_of(record) == "submit":
+            self.lanes.submit(self.state.requests[named(record).request])
         if kind_of(record) == "time":
             self.moments += ((t, counter) for counter in self._counters())
 

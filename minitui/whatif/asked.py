@@ -206,7 +206,9 @@ class _Folding(Reader):
         if kind == "submit":
             self._waiting |= len(self.state.requests) == 1
             submitted = named(record)
-            one = self._note(self.state.requests[submitted.request], self.clock.now)
+            view = self.state.requests[submitted.request]
+            self.lanes.submit(view)
+            one = self._note(view, self.clock.now)
             one.priority, one.recorded_salt = submitted.priority, submitted.salt
             if self._waiting:
                 self._together.append(one)
