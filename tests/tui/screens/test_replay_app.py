@@ -205,7 +205,7 @@ async def test_bookmarks_are_visited_and_kept(playing: tuple[ReplayApp, Pilot[An
     await press(pilot, *"9999", "enter")
     assert app.position == 100, "there is no such step: it stays"
     assert any("steps 0 to 139 can be shown" in notice.message for notice in app._notifications)
-    assert app.view.history.live.state.step == 100
+    assert app.view.moment.shown.state.step == 100
     assert app.view.history.steps.get(60) is not None, "after a jump the panels have a history"
 
 
