@@ -32,7 +32,7 @@ def from_the_middle(begin: int) -> View:
 def test_of_a_request_that_was_preempted_before_the_records_the_tokens_computed_twice_are_unknown() -> None:
     view = from_the_middle(100)  # r4 was preempted in step 81, r3 is preempted in step 113
     rows = {row.id: row for row in Requests().figures(view)}
-    assert (rows[4].preemptions, rows[4].recomputed_tokens, rows[4].reused_tokens) == (1, None, None)
+    assert (rows[4].request.preemptions, rows[4].recomputed_tokens, rows[4].reused_tokens) == (1, None, None)
     words = "preempted 1 time, the first before these records began; tokens computed twice: unknown"
     assert words in figures_in_words(rows[4])
     assert (rows[3].recomputed_tokens, rows[3].reused_tokens) == (32, 96), "its preemption is in the records"

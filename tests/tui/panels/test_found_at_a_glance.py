@@ -150,7 +150,7 @@ def test_events_steps_and_stories_name_a_request_with_its_chat_in_its_colour() -
         (Events().picture(view, 120, 60).rows, event.request), (StepBar().picture(view, 120, 2).rows, chunk),
         (story_lines(view, "step", step, 80), chunk), (story_lines(view, "block", block, 80), holder),
     ):
-        label, colour = view.texts.request(request), owner_style(view.texts.colour(lanes[request].group))
+        label, colour = view.texts.request(request), owner_style(view.texts.colour(lanes[request].request.group))
         assert label.startswith("#") and colour in style_of(rows, label).split()
     quoted = "r1: “r1 and r2” evicted, r1000000 and #3·r1"
     assert view.texts.labelled(quoted) == f"{view.texts.request(1)}: “r1 and r2” evicted, r1000000 and #3·r1"
