@@ -43,7 +43,7 @@ def text_of(app: Any) -> str:
 async def playing(tmp_path: Path) -> AsyncIterator[tuple[ReplayApp, Pilot[Any]]]:
     path = tmp_path / "a.trace"
     shutil.copy(GOLDEN, path)
-    app = replay_app(str(path), speed=0.2)
+    app = replay_app(str(path), speed=0.05)
     async with app.run_test(size=(120, 36)) as pilot:
         await until(pilot, lambda: app.feed.live and app.replay.step > 3)
         yield app, pilot
@@ -69,7 +69,7 @@ async def test_a_recording_that_was_cut_off_says_so_at_its_end(tmp_path: Path) -
 
 async def test_a_recording_plays_stands_steps_and_jumps(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
     app, pilot = playing
-    assert "REPLAY plays ×0.2" in text_of(app) and "simulation" in text_of(app)
+    assert "REPLAY plays ×0.05" in text_of(app) and "simulation" in text_of(app)
     await press(pilot, "p")
     stood = app.replay.step
     await pilot.pause(0.1)
@@ -83,9 +83,9 @@ async def test_a_recording_plays_stands_steps_and_jumps(playing: tuple[ReplayApp
     await press(pilot, "left_parenthesis")
     await until(pilot, lambda: app.position == stood + 1 == app.view.moment.horizon)
     await press(pilot, "greater_than_sign", "greater_than_sign")
-    assert app.replay.speed == 1.0
+    assert app.replay.speed == 0.2
     await press(pilot, "less_than_sign")
-    assert app.replay.speed == 0.5
+    assert app.replay.speed == 0.1
 
 
 def panels_of(app: Any) -> list[str]:
