@@ -88,7 +88,7 @@ class Watch:
         self._hung = self._preparing = ""
 
     def heard(self) -> None:
-        """Count a message ."""
+        """Count a message."""
         self._messages += 1
 
     def beat(self, task: str, seconds: float, preparing: str = "") -> None:
