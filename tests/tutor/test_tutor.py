@@ -201,6 +201,43 @@ def test_new_wordings_are_asked_more_often_than_those_of_an_older_corpus():
     asked = Counter(drawn._turn(None, rng)[1] for _ in range(600))
     # 40 % of the questions that are neither a follow-up nor unknown: 170. Of the block table's, only one is new.
     assert 140 < asked["lru_what"] + asked["samp_logits"] < 240 and asked["block_table"] < 15, asked
+    # The answers without a new wording are marked for a teacher.
+    newer = {tuple(tokenizer.encode(items[name].answer).ids[:8]) for name in ("lru_what", "samp_logits", "block_table")}
+    for _ in range(40):
+        ids, mask = drawn.draw(rng, 1, cut=True)
+        first = next(at for at, weight in enumerate(mask) if weight)
+        assert (mask[first] > 0) == (tuple(ids[first : first + 8]) in newer), ids
+
+
+def test_a_typed_marker_is_plain_text_as_in_the_engine():
+    tokenizer = tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    drawn = Conversations(load_items(), load_words(), HeldOut([]), Damage(), tokenizer)
+    asked, ids = "what is <|im_end|> for", set[int]()
+    for seed in range(20):  # some with skipped merges
+        ids.update(drawn._encode(asked, random.Random(seed)))
+    assert min(ids) > 2 and tokenizer.encode(asked).ids == Tokenizer(model_dir()).encode(asked)
+
+
+def test_a_teacher_holds_what_is_not_new():
+    torch.manual_seed(3)
+    shape = train.Shape(vocab_size=40, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                        num_key_value_heads=1, head_dim=32)
+    network, teacher = train.Network(shape), train.Network(shape)
+    ids, segments = torch.randint(3, 40, (1, 8)), torch.ones(1, 8, dtype=torch.long)
+    mask = torch.tensor([[0, 0, 5, 5, 0, -5, -5, -5]])
+    new, taught = mask.clamp(min=0), mask.clamp(max=0)
+
+    def loss(some: torch.Tensor, by: train.Network | None = None) -> float:
+        return train.loss_of(network, ids, some, segments, ids, by).item()
+
+    assert loss(new, teacher) == pytest.approx(loss(new))
+    assert loss(taught, network) == pytest.approx(train.TAUGHT_SHARE * loss(taught))  # no divergence from itself
+    for weight in teacher.parameters():
+        weight.data.mul_(3)
+    assert loss(taught, teacher) > train.TAUGHT_SHARE * loss(taught) + 0.01
+    assert loss(mask, teacher) == pytest.approx((2 * loss(new) + 3 * loss(taught, teacher)) / 5)
+    with pytest.raises(typer.BadParameter, match="--older"):
+        train.main(Path("unused"), teacher=model_dir(), workers=1)
 
 
 def test_a_training_ends_in_time_and_saves_the_mean_with_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -71,6 +71,9 @@ class Conversations:
             for text in (item.question, *item.wordings)
             if old is None or old.answer != item.answer or text not in (old.question, *old.wordings)
         ]
+        # With an older corpus, the loss mask of an answer without a newer wording is negative: a teacher can give it.
+        newer = {item.id for item, _ in self._newer}
+        self._taught = {*items} - newer if older is not None else set()
         self._wordings, self._damage = Wordings(items, words, held_out, damage), damage
         self._system: list[str] = words["system"]
         self._follow_ups: dict[str, list[str]] = words["follow_ups"]
@@ -79,6 +82,8 @@ class Conversations:
         # This copy skips merges at random (BPE dropout): words split into other tokens, as after a typo.
         self._rough = Tokenizer.from_str(tokenizer.to_str())
         self._rough.model.dropout = BPE_DROPOUT
+        # A marker that a user types is plain text, as in the engine.
+        tokenizer.encode_special_tokens = self._rough.encode_special_tokens = True
         self._start, self._end = (SPECIAL_TOKENS.index(token) for token in ("<|im_start|>", "<|im_end|>"))
         self._answer_ids = {item.id: tokenizer.encode(item.answer).ids for item in items.values()}
         self._role_ids = {role: tokenizer.encode(role + "\n").ids for role in ("system", "user", "assistant")}
@@ -100,6 +105,8 @@ class Conversations:
             self._say("user", self._encode(asked, rng), ids, mask)
             answer_ids = self._answer_ids[answer]
             weights = CAUTIOUS_WEIGHTS if answer == NOT_CAUGHT else LOSS_WEIGHTS
+            if answer in self._taught:
+                weights = [-weight for weight in weights]
             head = [self._start, *self._role_ids["assistant"]]
             ids += head
             mask += [0] * len(head)
@@ -165,14 +172,14 @@ class Conversations:
 
 def pack(
     conversations: Conversations, seed: int, rows: int, length: int, one_chat: bool = False
-) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
     """Returns rows of ids, loss masks and segment numbers, each [rows, length].
 
     With one_chat, conversations have 4 to 60 turns, so that a few fill a row: for the phase with long contexts.
     """
     rng = random.Random(seed)
     ids = np.zeros((rows, length), np.int16)
-    mask = np.zeros((rows, length), np.uint8)
+    mask = np.zeros((rows, length), np.int8)
     segments = np.zeros((rows, length), np.uint8)
     for row in range(rows):
         filled, segment = 0, 1

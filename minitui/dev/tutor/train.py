@@ -167,6 +167,8 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
+# With a teacher, the loss of an answer without a newer wording: this share of the cross-entropy, and the divergence.
+TAUGHT_SHARE, TEACHER_WEIGHT = 0.3, 2.0
 AHEAD = 64  # batches that are made before they are needed
 Settings = TypeVar("Settings", "Shape", "Recipe", Damage)
 
@@ -209,18 +211,33 @@ def make_conversations(tokenizer: Tokenizer, damage: Damage, older: Path | None 
     return Conversations(load_items(), load_words(), HeldOut(held_out), damage, tokenizer, old_items)
 
 
-def loss_of(network: Network, ids: Tensor, loss_mask: Tensor, segments: Tensor, noisy_ids: Tensor) -> Tensor:
-    """Returns the mean cross-entropy of the assistant's tokens. Tensors: [B, T]; the network reads `noisy_ids`."""
+def loss_of(
+    network: Network, ids: Tensor, loss_mask: Tensor, segments: Tensor, noisy_ids: Tensor,
+    teacher: Network | None = None,
+) -> Tensor:
+    """Returns the mean cross-entropy of the assistant's tokens. Tensors: [B, T]; the networks read `noisy_ids`.
+
+    With a teacher, tokens of a negative loss mask have mostly the divergence from its probabilities as their loss.
+    """
     length = ids.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
     mask = (segments[:, :, None] == segments[:, None, :])[:, None] & causal
-    hidden = network(noisy_ids, mask)[:, :-1].flatten(0, 1)
     targets, wanted = ids[:, 1:].flatten(), loss_mask[:, 1:].flatten()
-    if ids.device.type == "cpu":  # the logits of the other tokens would take half of the time
-        kept = wanted.nonzero().flatten()
-        hidden, targets, wanted = hidden[kept], targets[kept], wanted[kept]
-    losses = F.cross_entropy((hidden @ network.model.embed_tokens.weight.T).float(), targets, reduction="none")
-    return (losses * wanted).sum() / wanted.sum()
+    # On a CPU, the logits of the other tokens would take half of the time.
+    kept = wanted.nonzero().flatten() if ids.device.type == "cpu" else slice(None)
+    targets, wanted = targets[kept], wanted[kept]
+
+    def logits_of(one: Network) -> Tensor:
+        return (one(noisy_ids, mask)[:, :-1].flatten(0, 1)[kept] @ one.model.embed_tokens.weight.T).float()
+
+    logits = logits_of(network)
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    if teacher is not None:
+        with torch.no_grad():
+            taught = logits_of(teacher).log_softmax(-1)
+        divergence = F.kl_div(logits.log_softmax(-1), taught, reduction="none", log_target=True).sum(-1)
+        losses = torch.where(wanted < 0, TAUGHT_SHARE * losses + TEACHER_WEIGHT * divergence, losses)
+    return (losses * wanted.abs()).sum() / wanted.abs().sum()
 
 
 def with_noise(ids: Tensor, loss_mask: Tensor, share: float, vocabulary: int) -> Tensor:
@@ -233,7 +250,7 @@ def with_noise(ids: Tensor, loss_mask: Tensor, share: float, vocabulary: int) ->
     return torch.where(replaced, torch.randint_like(ids, 3, vocabulary), ids)
 
 
-def train(network: Network, shape: Shape, recipe: Recipe, pool: Pool) -> None:
+def train(network: Network, shape: Shape, recipe: Recipe, pool: Pool, teacher: Network | None = None) -> None:
     """Trains the network in place. The pool's processes make the rows while the GPU computes."""
     device = next(network.parameters()).device
     matrices = [weight for weight in network.parameters() if weight.dim() == 2]
@@ -258,7 +275,7 @@ def train(network: Network, shape: Shape, recipe: Recipe, pool: Pool) -> None:
             group["lr"] = recipe.peak_rate * warm * min(1.0, left / 0.5)
         noisy_ids = with_noise(ids, loss_mask, recipe.token_dropout, shape.vocab_size)
         with torch.autocast(device.type, torch.bfloat16):
-            loss = compute(network, ids, loss_mask, segments, noisy_ids)
+            loss = compute(network, ids, loss_mask, segments, noisy_ids, teacher)
         loss.backward()
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
@@ -297,6 +314,10 @@ def main(
         Path | None,
         typer.Option(metavar="DIR", help="An older corpus: two of five questions are wordings that it does not have."),
     ] = None,
+    teacher: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --older: a checkpoint that answers what has no new wording."),
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Change a field of Recipe, Shape or Damage: steps=500."),
@@ -319,6 +340,12 @@ def main(
     torch.manual_seed(recipe.seed)
     items = load_items()
     network = Network(shape, recipe.dropout)
+    guide = None
+    if teacher is not None:
+        if older is None:
+            raise typer.BadParameter("--teacher needs --older DIR: the teacher answers what is not new since then")
+        guide = Network(shape).requires_grad_(False).eval()
+        guide.load_state_dict(load_file(teacher / "model.safetensors"))
     if start_from is None:
         tokenizer = train_tokenizer(tokenizer_texts(items, load_words()), shape.vocab_size)
     else:
@@ -328,7 +355,7 @@ def main(
     print(f"{size / 1e6:.2f} million parameters, {len(items)} answers, {recipe} {damage}", flush=True)
     # Forked before anything runs on the GPU: the processes need no import, and make rows while the network is compiled.
     with multiprocessing.get_context("fork").Pool(workers, _start_worker, (tokenizer.to_str(), damage, older)) as pool:
-        train(network.to(device), shape, recipe, pool)
+        train(network.to(device), shape, recipe, pool, guide and guide.to(device))
     for count, other in enumerate(others or (), 2):
         weights = load_file(other / "model.safetensors", device=device)
         for name, weight in network.named_parameters():
