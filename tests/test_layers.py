@@ -199,9 +199,12 @@ def test_the_part_of_torch_that_is_put_off_is_there_for_whoever_uses_it():
     torch = "from engine.process.startup import import_torch; import_torch(); name = 'torch._meta_registrations'"
     put_off = "assert not any(known.startswith('meta_') for known in vars(sys.modules[name]))"
     used = "from torch._meta_registrations import meta__add_relu; from torch._subclasses import FakeTensorMode"
-    random = "import torch; torch.Generator().manual_seed(1); assert 'torch._prims' not in sys.modules"
+    operator = (  # of an extension, as flash-attn's: it imports torch._dynamo, which torch._prims must precede
+        "import torch; double = torch.library.custom_op('tests::double', lambda x: 2 * x, mutates_args=(), "
+        "schema='(Tensor x) -> Tensor'); assert double(torch.ones(2)).sum() == 4; torch.Generator().manual_seed(1)"
+    )
     fake = "FakeTensorMode().__enter__(); import torch; assert torch.ones(2, 3).mT.ndim == 2"
-    check(torch, put_off, random, used, fake)
+    check(torch, put_off, operator, used, fake)
 
 
 def test_below_the_screens_nothing_knows_textual():

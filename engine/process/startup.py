@@ -36,19 +36,14 @@ class _ImportedWhenUsed(ModuleType):
 
 def import_torch() -> None:
     """Import torch without garbage collections, and exclude its objects from later collections. Otherwise each full
-    collection would visit every object of torch, during the import and later between steps. A quarter of the import is
-    put off: what torch.compile knows of operators, which an engine does not use."""
+    collection would visit every object of torch, during the import and later between steps. A fifth of the import is
+    put off: the shapes of operators for torch.compile, which an engine does not use."""
     if "torch" in sys.modules:
         return
     sys.modules["torch._meta_registrations"] = _ImportedWhenUsed("torch._meta_registrations")
     gc.disable()
     try:
-        import torch
-
-        if hasattr(torch._C, "_set_generator_metaclass"):  # torch._prims, which is put off, prepares torch.Generator
-            from torch._opaque_base import OpaqueBaseMeta
-
-            torch._C._set_generator_metaclass(OpaqueBaseMeta)
+        import torch._prims.rng_prims  # noqa: F401 (torch.Generator needs it, and what is put off imports it)
     finally:
         gc.freeze()
         gc.enable()
