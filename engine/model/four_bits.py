@@ -15,7 +15,6 @@ next 4 are the high halves. The order for a GPU is in engine/kernels/four_bits.p
 
 from __future__ import annotations
 
-import importlib.util
 from typing import ClassVar, Self
 
 import torch
@@ -198,10 +197,6 @@ class Int4Tiles(Int4Weight, GpuWeight):
     @classmethod
     def vocabulary(cls) -> type[ByteWeight]:
         return Int8Rows
-
-    @classmethod
-    def why_not(cls) -> str:
-        return "" if importlib.util.find_spec("triton") is not None else "triton is not installed: pip install triton"
 
     def copy_(self, weight: torch.Tensor) -> None:
         weight = weight.flatten(0, -2)

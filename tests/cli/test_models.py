@@ -17,7 +17,7 @@ from engine.errors import CheckpointError
 from engine.hub.cache import cached_snapshots
 from engine.hub.gguf_files import in_cache
 from engine.hub.resolve import resolve_model
-from engine.model.four_bits import Int4Tiles, Int4Weight
+from engine.model.four_bits import Int4Weight
 from engine.model.hf.config import read_model_config
 from engine.worker.weights import quantised
 from minitui import tutor
@@ -27,12 +27,6 @@ from tests.support.checkpoints.gguf_files import add_sizes
 
 GB = 10**9
 CONFIG = (tutor.model_dir() / "config.json").read_bytes()
-
-
-@pytest.fixture(autouse=True)
-def triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a GPU has Triton."""
-    monkeypatch.setattr(Int4Tiles, "why_not", staticmethod(lambda: ""))
 
 
 @pytest.fixture
