@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +24,7 @@ import pytest
 
 from engine.errors import CheckpointError, InvalidRequest
 from engine.info import EngineInfo
-from engine.text import chat_template
+from engine.text import chat_template, limited_process
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from minitui import tutor
@@ -304,6 +307,36 @@ def test_a_template_that_is_forgotten_leaves_no_process() -> None:
     [process] = [one for one in renderers(os.getpid()) if one.pid not in before]
     del template
     wait_until(lambda: not process.is_running())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a socket of other systems does not hold the whole answer")
+def test_a_long_answer_that_arrived_while_this_process_was_paused_counts(tmp_path: Path, monkeypatch: Any) -> None:
+    """As with ctrl+z: when it runs again, the deadline has passed, and the answer, of three pieces, is there."""
+    script, long = tmp_path / "echo.py", bytes(2 * limited_process.PIECE + 1000)
+    script.write_text(
+        "from engine.text.limited_child import TEXT, serve\n"
+        "serve(lambda setup: lambda request, longest: (TEXT, request))\n"
+    )
+    process = limited_process.LimitedProcess(
+        str(script), "echoes", lambda: b"setup", limited_process.Limits(60, 1 << 32, len(long))
+    )
+    assert process.ask(b"short") == (b"=", b"short")
+    unread, times = array.array("i", [0]), [0.0]
+
+    def arrived() -> bool:
+        fcntl.ioctl(process._process._socket, termios.FIONREAD, unread)
+        return unread[0] > len(long)
+
+    def monotonic() -> float:
+        """The first call, which sets the deadline, returns when the answer is there; the later ones, far too late."""
+        if times:
+            wait_until(arrived)
+        return times.pop() if times else 1e9
+
+    with monkeypatch.context() as paused:
+        paused.setattr(limited_process, "time", SimpleNamespace(monotonic=monotonic))
+        assert process.ask(long) == (b"=", long)
+    process.end()
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "rendering"])
