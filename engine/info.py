@@ -17,6 +17,7 @@ from engine.trace.kind import (
     counts,
     duration,
     optional,
+    positive,
     rows,
 )
 
@@ -33,13 +34,19 @@ def _setting(value: Any) -> bool:
     return value is None or type(value) is bool or number or is_name(value) or counts.fits(value)
 
 
-_GRAPHS = {"rows": counts, "decodes": counts, "tokens": count, "prompts": count, "launch_ms": duration}
+_GRAPHS = {
+    "rows": counts, "decodes": counts, "tokens": count, "prompts": count, "launch_ms": duration, "splits": counts,
+    "programs": positive,
+}
+_LATER = {"splits", "programs"}  # older versions lack both
 
 
 def _graphs(value: Any) -> bool:
-    if type(value) is not dict or (value and value.keys() != _GRAPHS.keys()):
+    if type(value) is not dict or (value and value.keys() | _LATER != _GRAPHS.keys()):
         return False
-    return all(_GRAPHS[name].fits(each) for name, each in value.items())
+    known = all(_GRAPHS[name].fits(each) for name, each in value.items())
+    splits = value.get("splits", [])
+    return known and (not splits or (min(splits) > 0 and "programs" in value and len(splits) == len(value["rows"])))
 
 
 Name = Annotated[str, Bound(is_name)]
@@ -92,7 +99,8 @@ class EngineInfo:
     checkpoint_interval: Size = 0  # tokens; 0: no recurrent states
     max_gap_ms: Duration = 0.0  # the target for gaps between tokens; 0: none
     # Of CUDA graphs: captured numbers of rows ("rows"), and of rows beside prompts ("decodes"); the most tokens and
-    # prompts of a step with prompts; ms to launch a step without a graph. {}: none, or unknown.
+    # prompts of a step with prompts; ms to launch a step without a graph; for each of "rows", how many programs share a
+    # text ("splits"); how many programs for one head of keys fill the device ("programs"). {}: none, or unknown.
     graphs: Annotated[dict[str, Any], Bound(_graphs)] = field(default_factory=dict)
 
     def __bool__(self) -> bool:

@@ -29,6 +29,7 @@ from engine.kernels.card import after_previous, overlap
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 32
+PROGRAMS = 1024  # that keep a GPU busy
 
 
 @triton.jit
@@ -276,11 +277,11 @@ class DecodeWorkspace:
 
 
 def num_splits(n: int, kv_heads: int, longest: int) -> int:
-    """Returns the number of splits per (sequence, kv head), a power of two. 1,024 programs in total keep a GPU busy.
-    With too many splits, some programs have no keys. Such programs cost time too: 6 of 58 us at 64 sequences of 900
-    tokens. With too few splits, one long sequence among many short sequences is read by too few programs."""
+    """Returns the number of splits per (sequence, kv head), a power of two. With too many splits, some programs have no
+    keys. Such programs cost time too: 6 of 58 us at 64 sequences of 900 tokens. With too few splits, one long sequence
+    among many short sequences is read by too few programs."""
     least = 2 if longest <= 8192 else 4
-    return max(least, min(MAX_SPLITS, 1 << (max(1, 1024 // (n * kv_heads)).bit_length() - 1)))
+    return max(least, min(MAX_SPLITS, 1 << (max(1, PROGRAMS // (n * kv_heads)).bit_length() - 1)))
 
 
 class Form(NamedTuple):

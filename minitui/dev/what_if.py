@@ -1,6 +1,6 @@
 """Measures how right a what-if is, and how long it takes.
 
-    python -m minitui.dev.what_if pairs [--device cuda] [--rounds 3] [--only chats] [--keep FOLDER] [--json]
+    python -m minitui.dev.what_if pairs [--device cuda] [--rounds 3] [--seed 1] [--only chats] [--keep FOLDER] [--json]
     python -m minitui.dev.what_if score FOLDER [--json]
     python -m minitui.dev.what_if speed [--requests 10000]
 
@@ -229,10 +229,10 @@ class Part:
 
 
 class Machine:
-    """Where real runs are made: "cpu" or "cuda"."""
+    """Where real runs are made: "cpu" or "cuda". `seed`: of the requests."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+    def __init__(self, device: str, seed: int = 0) -> None:
+        self.device, self._seed = device, seed
         self.scale: dict[str, Any] = {} if device == "cpu" else SCALE
         self.base = replace(BASE, **{name: value * getattr(BASE, name) for name, value in self.scale.items()
                                      if hasattr(BASE, name)})
@@ -242,10 +242,11 @@ class Machine:
     def asks(self, workload: str) -> list[Ask]:
         """Returns the requests of a workload."""
         times, seconds = self.scale.get("tokens", 1), self.scale.get("seconds", 1.0)
+        seeds = [1000 * self._seed + n + 1 for n in range(self.scale.get("requests", 1))]
         return [
             Ask(f"{ask.chat}.{n}", ask.at and ask.at * seconds, [id + i for id in ask.ids for i in range(times)],
                 ask.reply * times)
-            for n in range(self.scale.get("requests", 1)) for ask in WORKLOADS[workload][0](random.Random(n + 1))
+            for n in seeds for ask in WORKLOADS[workload][0](random.Random(n))
         ]
 
     def change(self, change: str) -> str:
@@ -308,9 +309,10 @@ def run_pair(machine: Machine, workload: str, change: str, n: int, folder: Path)
 
 
 def run_warm(machine: Machine, setting: Setting, workload: str, path: Path) -> None:
-    """Makes a real run twice, and keeps the second recording: the first run compiles kernels for its steps."""
-    for _ in range(2):
-        run = RealRun(machine, setting, machine.asks(workload), path)
+    """Makes a real run after one of a quarter of its requests, which compiles kernels for its steps."""
+    asks = machine.asks(workload)
+    for n in (len(asks) // 4, len(asks)):
+        run = RealRun(machine, setting, asks[:n], path)
         while run.step():
             pass
     run.write()
@@ -380,11 +382,12 @@ def compare(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Real runs of each pair.", max=9)] = 3,
     only: Annotated[str, typer.Option(help="Only pairs whose names contain this.")] = "",
+    seed: Annotated[int, typer.Option(help="Of the requests.")] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep the recordings in this folder, and do not play them.")] = None,
     json: Json = False,
 ) -> None:
     """Compare what-ifs with real runs."""
-    machine = Machine(device)
+    machine = Machine(device, seed)
     with tempfile.TemporaryDirectory() as temporary:
         folder = keep or Path(temporary)
         folder.mkdir(exist_ok=True)

@@ -5,7 +5,8 @@ token, key and so on. Beside the keys that each row reads, the keys that all row
 shared block from its memory once. Where the recording has the device's time, and steps overlap, a step takes the longer
 of the device's time and the host's. The device computes a step without a CUDA graph while the host launches it. Such a
 device has a core for each part of a chunk, and waits for the part that reads the longest text: there, the end of the
-longest prompt has a cost instead of the pairs of query and key.
+longest prompt has a cost instead of the pairs of query and key. It waits for the longest text that rows decode, too:
+several programs share it, more of them if there are fewer rows.
 
 A played step takes the fitted time, and deviates from it as a recorded step did that it resembles: padded to the same
 number of rows, with about the same time, rows and longest text. Kernels have steps and corners that no line has (a GPU
@@ -31,12 +32,12 @@ from minitui.viewmodel.explain import cost_model
 from minitui.viewmodel.explain.cost_model import LEAST_STEPS, PREFILL_STEPS, PREFILL_TOKENS, ROWS, SEVERAL, robust
 from minitui.viewmodel.history.steps import Steps
 
-FEATURES = (*cost_model.FEATURES, "held keys", "longest prompt")
-KEYS, PAIRS, HELD, LONGEST_PROMPT = range(FEATURES.index("keys"), len(FEATURES))
+FEATURES = (*cost_model.FEATURES, "held keys", "longest prompt", "longest share")
+KEYS, PAIRS, HELD, LONGEST_PROMPT, LONGEST_SHARE = range(FEATURES.index("keys"), len(FEATURES))
 BEYOND = 1.1  # multiple of the most work in a recorded step
 NAMES = ("steps", "rows", "rows", "draft tokens", "prompts", "prompt tokens", "keys that decodes read",
          "pairs of query and key in prompts", "tokens in the blocks that requests hold",
-         "tokens up to the end of a prompt's chunk")
+         "tokens up to the end of a prompt's chunk", "tokens that a program of the device reads, of the longest text")
 NEAR = 8  # recorded steps, of which one gives the deviation
 CONSIDERED = 256  # recorded steps with about the same time, among which the nearest are sought
 UNLIKE_LONGEST, UNLIKE_ROWS = 0.6, 0.5  # weights of differences, beside that of the fitted times
@@ -96,9 +97,9 @@ class Costs:
         return max(own, launched) if self.parallel else own + launched
 
 
-def work_of(plan: StepPlan, held: int) -> tuple[float, ...]:
-    """Returns the features [FEATURES] of a planned step; `held`: tokens in the blocks that requests hold. In Python: a
-    step has few prompts, and numpy's calls cost more."""
+def work_of(plan: StepPlan, held: int, longest: int, graphs: Graphs) -> tuple[float, ...]:
+    """Returns the features [FEATURES] of a planned step; `held`: tokens in the blocks that requests hold; `longest`: of
+    the texts of the rows that decode. In Python: a step has few prompts, and numpy's calls cost more."""
     n = plan.num_decoding
     tokens = pairs = end = 0
     if len(plan.rows) > n:
@@ -106,8 +107,20 @@ def work_of(plan: StepPlan, held: int) -> tuple[float, ...]:
             tokens += length
             pairs += length * (start + length // 2)
             end = max(end, start + length)
-    drafted = plan.num_tokens - tokens - n
-    return 1, n + drafted > 1, n, drafted, tokens > 0, tokens, int(plan.starts[:n].sum()), pairs, held, end
+    drafted, share = plan.num_tokens - tokens - n, share_of(n, len(plan.rows) - n, longest, graphs)
+    return 1, n + drafted > 1, n, drafted, tokens > 0, tokens, int(plan.starts[:n].sum()), pairs, held, end, share
+
+
+def share_of(n: int, prompts: int, longest: int, graphs: Graphs) -> float:
+    """Returns how many tokens of the longest text one program reads, if n rows decode: all if the device's splits are
+    unknown, none if the rows are computed as chunks. More programs than fill the device run one after the other."""
+    if not graphs.get("splits"):
+        return longest
+    if prompts and n + prompts <= graphs["prompts"]:
+        return 0.0
+    size = _padded(n, graphs["decodes" if prompts else "rows"])
+    splits = graphs["splits"][min(bisect_left(graphs["rows"], size), len(graphs["rows"]) - 1)]
+    return longest * max(1 / splits, n / graphs["programs"])
 
 
 Graphs = dict[str, Any]  # EngineInfo.graphs
@@ -210,15 +223,16 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
     overlap, took = bool(seen.overlapped.any()), seen.took
     chunks = [steps.chunks(step) for step in seen.number.tolist()]
     ends = [max((start + length for _, start, length, _ in each), default=0) for each in chunks]
-    work = np.column_stack((seen.work, steps.column("in_use")[at], ends))
-    launched = np.column_stack((seen.ahead + seen.work * seen.here[:, None], np.zeros((len(at), 2))))
-    longest = steps.column("longest")[at].tolist()
-    paths = [path_of(*one, graphs) for one in zip(work.tolist(), map(len, chunks), longest, strict=True)]
+    prompts, longest = list(map(len, chunks)), steps.column("longest")[at].tolist()
+    rows = zip(steps.column("decodes")[at].tolist(), prompts, longest, strict=True)
+    work = np.column_stack((seen.work, steps.column("in_use")[at], ends, [share_of(*one, graphs) for one in rows]))
+    launched = np.column_stack((seen.ahead + seen.work * seen.here[:, None], np.zeros((len(at), n - HELD))))
+    paths = [path_of(*one, graphs) for one in zip(work.tolist(), prompts, longest, strict=True)]
     kinds = np.array([path.kind for path in paths])
     host = sum((seen.parts[name] for name in ("commit", "emit", "plan", "launch")), np.zeros(len(at)))
     known = ~np.isnan(seen.device) & ~np.isnan(host)
     parallel, no_graph = overlap and known.sum() >= LEAST_STEPS, 0.0
-    told = work * (np.arange(n) != (PAIRS if parallel else LONGEST_PROMPT))  # see above
+    told = work * ~np.isin(np.arange(n), [PAIRS] if parallel else [LONGEST_PROMPT, LONGEST_SHARE])  # see above
     if parallel:
         slow = kinds == NO_GRAPH
         slowly = slow & seen.here | np.append(slow[1:], False) & seen.overlapped

@@ -115,10 +115,10 @@ class Device:
         costs = self._costs
         if costs is None:
             return 0.0, (), NO_GRAPH_PATH
-        work = work_of(plan, self.held() * self.block_size)
-        self.most = list(map(max, self.most, work))
         n = plan.num_decoding
         longest = int(plan.starts[:n].max()) if n else 0
+        work = work_of(plan, self.held() * self.block_size, longest, costs.graphs)
+        self.most = list(map(max, self.most, work))
         path = path_of(work, len(plan.rows) - n, longest, costs.graphs)
         own, launched = costs.of(work, path.kind)
         self._launched += launched

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from minitui.viewmodel.history.steps import PARTS, Steps
-from minitui.whatif.cost import FEATURES, NO_GRAPH, NO_GRAPH_PATH, Costs, Deviations, costs_of, path_of
+from minitui.whatif.cost import FEATURES, NO_GRAPH, NO_GRAPH_PATH, Costs, Deviations, costs_of, path_of, share_of
 
 
 def recorded(
@@ -110,6 +110,23 @@ def test_a_chunk_late_in_a_long_text(parallel, mixture):
     assert own["prefill pairs"] == pytest.approx(2e-6 * (not parallel), rel=0.05)
 
 
+SPLITS = {"splits": [32, 32, 32, 16, 8, 4], "programs": 128}
+
+
+def test_a_device_waits_for_the_longest_text_which_more_programs_share_if_there_are_fewer_rows(mixture):
+    rows, keys, held = mixture
+    graphs, longest = GRAPHS | SPLITS, np.random.default_rng(3).integers(500, 4000, 600)
+    share = longest / np.select([rows <= 4, rows <= 8, rows <= 16, rows <= 32], [32, 16, 8, 4], 128 / rows)
+    steps = recorded(rows, keys, held, 1.0 + 1e-5 * keys + 1e-3 * share, np.full(600, 0.1))
+    steps.column("longest")[:] = longest
+    own = dict(zip(FEATURES, costs_of(steps, "here", graphs).own, strict=True))
+    assert own["longest share"] == pytest.approx(1e-3, rel=0.05)
+    assert [share_of(n, prompts, 3200, graphs) for n, prompts in ((1, 0), (12, 0), (12, 1), (4, 1), (64, 0))] == [
+        100, 400, 400, 0, 1600
+    ]
+    assert share_of(12, 0, 3200, GRAPHS) == 3200
+
+
 def test_a_step_with_more_rows_than_any_recorded_one_is_extrapolated(mixture):
     rows, keys, held = mixture
     deviations = Deviations(costs_of(recorded(rows, keys, held, 1.0 + 1e-5 * keys), "here"))
@@ -135,7 +152,8 @@ def test_paths():
 
 
 def prompts(rows: float, tokens: float) -> list[float]:
-    return [x + y for x, y in zip(work(rows, 0, 0), (0, 0, 0, 0, 1, tokens, 0, 0, 0, 0), strict=True)]
+    features = dict(zip(FEATURES, work(rows, 0, 0), strict=True)) | {"prefill steps": 1, "prefill tokens": tokens}
+    return list(features.values())
 
 
 def test_a_step_without_a_graph_takes_its_launch_and_the_device_computes_meanwhile(mixture):

@@ -37,6 +37,7 @@ from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.groups import paged_groups
 from engine.kernels.batch_state import HEADER, prepare
+from engine.kernels.decode_attention import PROGRAMS, num_splits
 from engine.kernels.moe_tiles import forms
 from engine.model.experts import Experts
 from engine.model.four_bits import Int4Tiles
@@ -112,9 +113,12 @@ class CudaGraphs(Executor):
         self.parts = [decode, extend]
         if drafts:
             self.parts.insert(0, VerifyGraphs(loaded, layers, sampling))
+        reader = layers.attention[0]
         loaded.graphs = {
             "rows": decode.sizes, "decodes": sorted({size.decodes for size in extend.sizes} - {0}),
             "tokens": max((size.tokens for size in extend.sizes), default=0), "prompts": SEQUENCES,
+            "splits": [num_splits(n, reader.kv_heads, reader.workspace.longest) for n in decode.sizes],
+            "programs": max(1, PROGRAMS // reader.kv_heads),
         }
 
     def _warm_up(self, tokens: int) -> None:
