@@ -34,7 +34,7 @@ class Blocks:
         self.size: int = info["block_size"]
         self.caching: bool = info["prefix_caching"]
         self.unit: int = info.get("hash_unit", self.size)  # tokens of one hash
-        self._groups: list[dict[str, Any]] = info.get("groups", [])
+        self._groups: list[dict[str, Any]] = info.get("side_groups", [])
         self._alignment: int = info.get("hit_alignment", self.size)
         self._predictable: bool = info.get("predictable_hits", False)  # the groups decide alone how long a hit is
         self.complete = True  # all that is cached in the other groups is known

@@ -138,7 +138,7 @@ def describe(scheduler: Scheduler, managers: list[Any]) -> dict[str, Any]:
         "telemetry_port": ports.telemetry, "telemetry_ports": ports.all,
         "generation": model.get_diff_sampling_param(),
     } | ({} if len(managers) == 1 else {
-        "groups": describe_groups(managers[1:], scheduler.max_model_len), **describe_hits(scheduler, managers),
+        "side_groups": describe_groups(managers[1:], scheduler.max_model_len), **describe_hits(scheduler, managers),
         "notes": [f"vLLM has one block pool for all {len(managers)} KV cache groups: a free block is free for each"],
     })
 

@@ -16,8 +16,11 @@ import minitui.vllm.recorder as recording
 from engine.trace.state import State
 from minitui.text import match_reason
 from minitui.trace import check
+from minitui.trace.reader import TraceReader
 from tests.support.vllm_direct import Direct, watch_steps
 from tests.support.vllm_driver import Load, make_scheduler
+from tests.support.waiting import wait_until
+from tests.vllm.test_recorded import free_ports
 
 STEPS = int(os.environ.get("MINITUI_VLLM_STEPS", "100"))
 KINDS: list[dict[str, Any]] = [
@@ -83,6 +86,25 @@ def test_after_lost_messages_all_groups_are_vllms_again(make, options):
     assert scheduler._recorder is not None and (pipe.wholes, pipe.repairs) == (6, 0)
     assert pipe.translator.faults == [] and pipe.wrong == []
     assert pipe.follower.state.snapshot() == pipe.translator.blocks.state.snapshot()
+
+
+def test_the_watcher_process_serves_and_records_all_groups(monkeypatch, tmp_path):
+    report, recorded = tmp_path / "report.json", tmp_path / "run.trace"
+    monkeypatch.setenv("MINITUI_VLLM_CHECK", str(report))
+    monkeypatch.setenv("MINITUI_RECORD", str(recorded))
+    monkeypatch.setenv("MINITUI_TELEMETRY_PORT", str(free_ports(1)))
+    scheduler = make_scheduler(tmp_path, groups="full window:64 state", blocks=160)
+    load = Load(scheduler, 1)
+    load.run(STEPS)
+    wait_until(report.exists)
+    load.run(2 * STEPS)
+    load.finish()
+    scheduler.shutdown()
+    wait_until(lambda: recorded.exists() and TraceReader(recorded).complete)
+    found = json.loads(report.read_text())
+    assert found["comparisons"] > STEPS and found["differences"] == 0, found["first"]
+    names = [group["name"] for group in TraceReader(recorded).part(0).snapshot["groups"]]
+    assert names == ["window 64", "state"]
 
 
 LENGTH, TEXTS, REQUESTS, SIZE = 2200, 12, 64, 528

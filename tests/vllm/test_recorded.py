@@ -188,8 +188,8 @@ INFO = {
 
 
 @contextlib.asynccontextmanager
-async def beside_vllm(ranks: int = 1) -> AsyncIterator[Any]:
-    """Yields the addresses of one engine, or those of each data parallel rank."""
+async def beside_vllm(ranks: int = 1, **facts: Any) -> AsyncIterator[Any]:
+    """Yields the addresses of one engine, or those of each data parallel rank. `facts`: more of each engine."""
     pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
     from minitui.vllm.watcher import Watcher
 
@@ -201,7 +201,7 @@ async def beside_vllm(ranks: int = 1) -> AsyncIterator[Any]:
         engines.append(Beside(api, pipe))
         ends += [reader, asked, asks]
         place = {"api_port": api.port, "telemetry_port": port, "telemetry_ports": ports, "rank": rank}
-        engines[-1].send("init", 0.0, INFO | place)
+        engines[-1].send("init", 0.0, INFO | place | facts)
     try:
         yield engines if ranks > 1 else engines[0]
     finally:
@@ -377,6 +377,14 @@ async def test_an_engine_without_an_endpoint_is_watched(tmp_path: Path) -> None:
             with pytest.raises(EngineDead, match=f"{beside.api.url} cannot be reached"):
                 async for _ in stream:
                     pass
+
+
+async def test_an_engine_with_several_groups_is_watched(tmp_path: Path) -> None:
+    """Of its facts, the groups are not those of EngineInfo, which counts layers and bytes."""
+    window = {"name": "window 64", "kind": "window", "window": 64, "chunk": 0, "size": 16}
+    states = {"name": "state", "kind": "state", "window": 0, "chunk": 0, "size": 16}
+    async with beside_vllm(side_groups=[window, states]) as beside, attached(beside, tmp_path) as source:
+        assert [group["name"] for group in (await source.snapshot())["groups"]] == ["window 64", "state"]
 
 
 async def test_an_answer_ends_when_the_records_do_not_come(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tests.support.vllm_direct import Direct, watch_steps
 from tests.support.vllm_driver import Load, make_scheduler
 from tests.support.vllm_wild import KINDS as WILD
 from tests.support.vllm_wild import make_wild
+from tests.support.waiting import wait_until
 
 STEPS = 400
 KINDS = [
@@ -233,7 +234,7 @@ async def test_two_data_parallel_ranks_are_found_and_shown_as_replicas(monkeypat
     """Each rank has its scheduler, pool, watcher process, port and recording; vLLM's config names the rank."""
     from minitui.sources.replicas import ReplicaSource
     from minitui.trace.reader import TraceReader
-    from tests.vllm.test_recorded import FakeVllm, found, free_ports, page, wait_for
+    from tests.vllm.test_recorded import FakeVllm, found, free_ports, page
 
     api = await FakeVllm(models=("m",), port=free_ports(3), page=page(2)).start()
     monkeypatch.setattr(sys, "argv", ["vllm", "serve", "m", "--port", str(api.port), "--data-parallel-size=2"])
@@ -261,7 +262,7 @@ async def test_two_data_parallel_ranks_are_found_and_shown_as_replicas(monkeypat
         for scheduler in schedulers:
             scheduler.shutdown()
     for name in ("run.trace", "run.rank1.trace"):
-        wait_for(lambda path=tmp_path / name: TraceReader(path).complete, 60)
+        wait_until(lambda path=tmp_path / name: TraceReader(path).complete)
 
 
 def test_a_request_that_gets_more_input_ends_the_recording_and_not_vllm(make, said):
@@ -285,7 +286,7 @@ def test_a_request_that_gets_more_input_ends_the_recording_and_not_vllm(make, sa
 @pytest.fixture
 def watched(monkeypatch, tmp_path):
     """A scheduler, and the watcher process that it has started."""
-    from tests.vllm.test_recorded import free_ports, wait_for
+    from tests.vllm.test_recorded import free_ports
 
     report = tmp_path / "report.json"
     monkeypatch.setenv("MINITUI_VLLM_CHECK", str(report))
@@ -293,12 +294,12 @@ def watched(monkeypatch, tmp_path):
     monkeypatch.setattr(recording, "FLUSH_S", 0.0)
     scheduler = make_scheduler(tmp_path, asynchronous=True, blocks=300)
     Load(scheduler, 2, 2).finish()
-    [watcher] = wait_for(lambda: [
+    [watcher] = wait_until(lambda: [
         process for process in psutil.process_iter(["cmdline"])
         if "minitui.vllm.watcher" in (process.info["cmdline"] or ()) and process.ppid() != os.getpid()
         and process.environ().get("MINITUI_VLLM_CHECK") == str(report)
-    ], 60)
-    wait_for(report.exists, 60)
+    ])
+    wait_until(report.exists)
     return scheduler, watcher, report
 
 
@@ -314,7 +315,6 @@ def test_a_watcher_that_is_killed_is_one_line(watched, said):
 
 def test_a_watcher_that_hangs_costs_bounded_memory_and_then_continues(watched, monkeypatch):
     from minitui.vllm import pipe
-    from tests.vllm.test_recorded import wait_for
 
     scheduler, watcher, report = watched
     monkeypatch.setattr(pipe, "MOST_WAITING", 1 << 20)
@@ -329,10 +329,10 @@ def test_a_watcher_that_hangs_costs_bounded_memory_and_then_continues(watched, m
         assert connection.lost and connection._size < 2 << 20
     finally:
         watcher.resume()
-    wait_for(lambda: load.run(load.steps + 1) or not connection.lost, 60)
+    wait_until(lambda: load.run(load.steps + 1) or not connection.lost)
     at = load.steps
     load.run(at + 100)
-    wait_for(lambda: connection.flush() or json.loads(report.read_text())["steps"] > at, 60)
+    wait_until(lambda: connection.flush() or json.loads(report.read_text())["steps"] > at)
     load.finish()
     scheduler.shutdown()
     watcher.wait(20)
