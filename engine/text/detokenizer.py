@@ -54,7 +54,7 @@ class Decoding:
         self.byte_level = kinds - {"Fuse"} == {"ByteLevel"}
         self.byte_fallback = "ByteFallback" in kinds
         self.join: Callable[[list[str]], str] = decoder.decode if decoder is not None else " ".join
-        self._bytes: dict[int, bytes] = {}
+        self.bytes_of = _BytesOf(self)
 
     def start(self, skip_special_tokens: bool) -> Detokenizer:
         """Returns a detokenizer for one reply."""
@@ -73,14 +73,7 @@ class Decoding:
         """Returns the token as the vocabulary spells it; None for an unknown id (vocabularies may be padded)."""
         return self._tokenizer.id_to_token(token_id)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that a token adds to the text if it is not the first token; empty for an unknown id."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._to_bytes(self.token(token_id) or "")
-        return known
-
-    def _to_bytes(self, token: str) -> bytes:
+    def to_bytes(self, token: str) -> bytes:
         if self.byte_level:
             try:
                 return bytes(BYTE_OF[character] for character in token)
@@ -91,17 +84,26 @@ class Decoding:
         return self.join(["\0", token])[1:].encode() if token else b""
 
 
+class _BytesOf(dict[int, bytes]):
+    """Token id -> the bytes that the token adds to the text if it is not the first token; empty for an unknown id."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        self._decoding = decoding
+
+    def __missing__(self, token_id: int) -> bytes:
+        self[token_id] = found = self._decoding.to_bytes(self._decoding.token(token_id) or "")
+        return found
+
+
 class _ByteDetokenizer:
     """Decodes byte-level BPE."""
 
     def __init__(self, decoding: Decoding, skip: frozenset[int]) -> None:
-        self._decoding = decoding
-        self._skip = skip
+        self._bytes_of, self._skip = decoding.bytes_of, skip
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: list[int]) -> str:
-        data = b"".join([self._decoding.token_bytes(token_id) for token_id in ids if token_id not in self._skip])
-        return self._decoder.decode(data)
+        return self._decoder.decode(b"".join([self._bytes_of[each] for each in ids if each not in self._skip]))
 
     def flush(self) -> str:
         text = self._decoder.decode(b"", final=True)

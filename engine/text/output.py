@@ -85,11 +85,11 @@ class OutputProcessor:
         """Returns the deltas of one commit. The commit may have appended tokens behind a stop string."""
         deltas: list[Delta] = []
         for item in emitted:
-            stream = self._streams.get(item.request.id)
+            stream, token_id = self._streams.get(item.request.id), item.token_id
             if stream is None:
                 continue  # stopped or aborted while this token was in flight
-            delta = Delta(item.request.id, "", [] if item.token_id is None else [item.token_id], item.finish_reason)
-            if item.token_id is not None:
+            delta = Delta(item.request.id, "", [] if token_id is None else [token_id], item.finish_reason)
+            if token_id is not None:
                 if not stream.drawn:
                     stream.first_us = item.arrived_us
                     delta.metrics = {"cached_tokens": item.request.cached_tokens}
@@ -121,6 +121,9 @@ class OutputProcessor:
             text += stream.detokenizer.push([item.token_id])
         if item.finish_reason:
             text += stream.detokenizer.flush()
+        if not params.stop:
+            delta.text = text
+            return False
         if stream.drawn <= params.min_tokens:
             stream.protected = len(text)
         if (found := _find_stop(text, params.stop, stream.protected)) is not None:

@@ -84,7 +84,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of a token. They may be only a part of a character."""
-        return self._decoding.token_bytes(token_id)
+        return self._decoding.bytes_of[token_id]
 
     @overload
     def apply_chat_template(

@@ -152,10 +152,10 @@ def test_a_token_costs_the_same_however_long_the_text(kind: str) -> None:
 
 def test_tokens_alone_stand_for_the_text_that_they_add() -> None:
     def bytes_of(kind: str, token: str) -> bytes:
-        return decoding(kind).token_bytes(ID[token])
+        return decoding(kind).bytes_of[ID[token]]
 
     assert [bytes_of("wordpiece", token) for token in ("##ing", "ing")] == [b"ing", b" ing"]
     assert [bytes_of("llama", token) for token in ("▁the", "the", "<0xE2>")] == [b" the", b"the", b"\xe2"]
     assert bytes_of("metaspace", "<0xE2>") == b"<0xE2>", "no decoder here reads it as a byte"
     assert bytes_of("byte-level", "Ġ") == b" "
-    assert decoding("llama").token_bytes(len(VOCAB) + 9) == b""
+    assert decoding("llama").bytes_of[len(VOCAB) + 9] == b""
