@@ -40,6 +40,7 @@ class SimulatedRunner:
         self.states: list[list[int] | None] = [[]] + [None] * sum(g.num_blocks - 1 for g in groups if g.kind == "state")
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
         self.last_token = np.full(max_rows, -1, np.int64)
+        self.seeds = [-1] * max_rows
         self.slots = np.full((num_blocks * block_size, 2), -1, np.int64)  # (position, token) written last
         self.context_hash: dict[int, int] = {}
         self.tokens_computed = 0
@@ -57,6 +58,8 @@ class SimulatedRunner:
         self.steps += 1
         self.tokens_computed += plan.num_tokens
         self.prefill_tokens += plan.num_tokens - plan.num_decodes
+        for settings in plan.joins:
+            self.seeds[settings.row] = settings.seed
         self.table[plan.table_rows, plan.table_columns] = plan.table_blocks
         for (_, table, _), (rows, columns, pages) in zip(self.windows, plan.window_tables, strict=True):
             table[rows, columns] = pages
@@ -90,11 +93,11 @@ class SimulatedRunner:
             have = min(end, len(request.ids))
             assert read[:have, 1].tolist() == request.ids[:have], f"r{request.id} read another request's KV"
             if plan.num_decodes <= i < plan.num_decoding:
-                checked[i] = [self._draw(read[: start + j + 1, 1], request.seed) for j in range(n)]
+                checked[i] = [self._draw(read[: start + j + 1, 1], self.seeds[row]) for j in range(n)]
                 if self.bad_request == request.id:
                     checked[i][-1] = -1
             elif plan.samples[i]:
-                drawn[i] = self._draw(read[:, 1], request.seed)
+                drawn[i] = self._draw(read[:, 1], self.seeds[row])
                 self.last_token[row] = drawn[i]
                 if self.bad_request == request.id:
                     bad.append(i)
