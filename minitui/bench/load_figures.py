@@ -174,9 +174,12 @@ def write(base: Path, data: str, figures: Mapping[str, Any]) -> None:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Returns the figures of one run that --out or --json wrote. Raises InvalidRequest."""
+    """Returns the figures of one run that --out or --json wrote; of --find-rate, those at the rate that it found.
+    Raises InvalidRequest."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+        if "trials" in data:
+            data = next((run for run in data["trials"] if run["rate"] == data["highest_rate"]), {})
         for key in (*RATES, *TIMES):
             values = data[key]
             for value in values.values() if isinstance(values, dict) else [values or 0]:

@@ -122,8 +122,9 @@ def test_the_summary_matches_the_outcomes() -> None:
 
 
 @pytest.mark.parametrize("limit", [0.3, 7.0, 40.0, 1e6])
-async def test_the_search_finds_the_highest_rate_that_keeps_the_goals(limit: float) -> None:
-    """A server whose first tokens take 100 ms up to this rate, and ten times as long above."""
+async def test_the_search_finds_the_highest_rate_that_keeps_the_goals(limit: float, tmp_path: Path) -> None:
+    """A server whose first tokens take 100 ms up to this rate, and ten times as long above. A comparison shows the run at
+    the rate that was found."""
     lines: list[str] = []
 
     async def served(asked: LoadOptions, trial: int) -> dict[str, Any]:
@@ -138,6 +139,8 @@ async def test_the_search_finds_the_highest_rate_that_keeps_the_goals(limit: flo
     else:
         assert limit / 1.06 < found["highest_rate"] <= limit < found["lowest_rate_missed"]
         assert sentence.startswith("Highest rate at which 99%")
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    assert read_result(tmp_path / "found.json")["rate"] == found["highest_rate"]
     rates = [one["rate"] for one in found["trials"]]
     assert rates == sorted(rates) and len(lines) == len(rates) <= 16
 
