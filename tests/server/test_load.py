@@ -123,8 +123,8 @@ def test_the_summary_matches_the_outcomes() -> None:
 
 @pytest.mark.parametrize("limit", [0.3, 7.0, 40.0, 1e6])
 async def test_the_search_finds_the_highest_rate_that_keeps_the_goals(limit: float, tmp_path: Path) -> None:
-    """A server whose first tokens take 100 ms up to this rate, and ten times as long above. A comparison shows the run at
-    the rate that was found."""
+    """A server whose first tokens take 100 ms up to this rate, and ten times as long above. A comparison shows the
+    run at the rate that was found."""
     lines: list[str] = []
 
     async def served(asked: LoadOptions, trial: int) -> dict[str, Any]:
