@@ -27,7 +27,7 @@ HELD: dict[str, dict[str, Any]] = {
     "olmo2": {"attention_bias": False},
     "olmo3": {"attention_bias": False},
     "gemma2": {"attention_bias": False, "query_pre_attn_scalar": 32, "layer_types": ..., "attn_logit_softcapping": 5.0,
-               "final_logit_softcapping": 3.0},
+               "final_logit_softcapping": 3.0, "tie_word_embeddings": True},
     "gemma3_text": {"query_pre_attn_scalar": 32, "layer_types": ..., "sliding_window_pattern": 6,
                     "num_hidden_layers": 7},
     "starcoder2": {"sliding_window": None},
