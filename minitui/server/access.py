@@ -66,7 +66,6 @@ class Guard:
             await self.app(scope, receive, send)
             return
         began, status, notices = time.monotonic(), 0, begin()
-        await self._turns.wait()
         ignoring.set(self.settings.ignore_unknown_fields)
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
@@ -101,6 +100,7 @@ class Guard:
             # Ranges are ignored, because Starlette's error for an invalid Range does not have OpenAI's format.
             scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"range"]
             if scope["method"] in ("POST", "PUT", "PATCH"):
+                await self._turns.wait()
                 receive = await self._read_body(headers, receive)
                 _set_plain_json(scope, headers)
             is_json = (b"content-type", b"application/json") in scope["headers"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import zlib
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from engine.errors import EngineError
+from minitui.server.access import Turns
 from minitui.server.application import create_app
 from minitui.server.settings import Role, ServerSettings
 from tests.support.server.serving import Running
@@ -147,6 +149,16 @@ def test_a_zip_bomb_is_refused_at_the_limit_of_the_inflated_size(server: Running
 
 
 # ---- HEAD, and the first page
+
+
+def test_refused_requests_and_reads_take_no_turn(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(turns: Turns) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Turns, "wait", never)
+    assert server.http.get("/health").status_code == 200
+    server.set(monkeypatch, keys={KEY: Role.CHAT})
+    assert server.http.post("/v1/completions", json=TEXT).status_code == 401
 
 
 def test_head_is_get_without_the_body(server: Running) -> None:
