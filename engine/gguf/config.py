@@ -202,7 +202,7 @@ def _rope(header: Header, kind: str, family: Family, head_dim: int) -> dict[str,
             table["mscale"] = table["mscale_all_dim"]
         if family.arch.clamped:
             table["truncate"] = False  # of gpt-oss; the format has no field for it
-    if family.arch.partial_rotary is not None and 0 < rotated < head_dim:
+    if family.arch.partial_rotary is not None and 0 < rotated <= head_dim:
         table["partial_rotary_factor"] = math.nextafter(rotated / head_dim, 1)  # the product is not below `rotated`
     elif rotated != head_dim:
         raise header.error(f"rotates {rotated} of the {head_dim} numbers of a head: use its checkpoint in safetensors")
