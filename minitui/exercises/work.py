@@ -32,7 +32,7 @@ def costs() -> Costs:
     own[0] = STEP_MS
     own[FEATURES.index("rows")] = own[PREFILL_TOKENS] = TOKEN_MS
     nothing, most = [0.0] * len(FEATURES), [inf] * len(FEATURES)
-    return Costs(own, nothing, False, False, most, 1, 0.0, [], [AS_FITTED] * len(KINDS))
+    return Costs(own, nothing, False, most, 1, 0.0, [], [AS_FITTED] * len(KINDS))
 
 
 def _work(asked: Iterable[tuple[float, list[int], int]], setting: Setting) -> Work:

@@ -2,11 +2,11 @@
 
 The fit is that of the timings panel (viewmodel/explain/cost_model.py): a constant, and a cost for each row, prompt
 token, key and so on. Beside the keys that each row reads, the keys that all rows hold have a cost: a device reads a
-shared block from its memory once. Where the recording has the device's time, and steps overlap, a step takes the longer
-of the device's time and the host's. The device computes a step without a CUDA graph while the host launches it. Such a
-device has a core for each part of a chunk, and waits for the part that reads the longest text: there, the end of the
-longest prompt has a cost instead of the pairs of query and key. It waits for the longest text that rows decode, too:
-several programs share it, more of them if there are fewer rows.
+shared block from its memory once. If steps overlap, a step takes the longer of the device's time and the host's. The
+device computes a step without a CUDA graph while the host launches it. Such a device has a core for each part of a
+chunk, and waits for the part that reads the longest text: there, the end of the longest prompt has a cost instead of
+the pairs of query and key. It waits for the longest text that rows decode, too: several programs share it, more of them
+if there are fewer rows. Where the recording lacks the host's times, the steps beside prompts tell them.
 
 A played step takes the fitted time, and deviates from it as a recorded step did that it resembles: padded to the same
 number of rows, with about the same time, rows and longest text. Kernels have steps and corners that no line has (a GPU
@@ -55,7 +55,7 @@ ROWS_FREE, KEYS_ALIKE, PROMPTS_FREE = 3.0, 1.0, 30.0
 class Costs:
     """Costs by feature, in ms. The time from the results of a step to those of the next one depends on `own` of the
     latter, and on `launched` of the steps that the host launches in this time: with `overlap`, that is the step after
-    it. With `parallel` the time is the longer of both (device and host), else their sum.
+    it. The time is the longer of both (device and host).
 
     `most`: the most of each feature in a recorded step. `steps`: of the fit. `error`: the median relative deviation of
     a step. `stalls`: ms of the recorded stalls, beyond the usual time. `no_graph`: ms to launch a step without a graph
@@ -65,7 +65,6 @@ class Costs:
     own: list[float]
     launched: list[float]
     overlap: bool
-    parallel: bool
     most: list[float]
     steps: int
     error: float
@@ -91,10 +90,6 @@ class Costs:
             f"{most[i]:,.0f} {name} in a step (at most {self.most[i]:,.0f} were recorded)"
             for i, name in enumerate(NAMES) if i not in (0, SEVERAL) and most[i] > self.limits[i]
         ]
-
-    def together(self, own: float, launched: float) -> float:
-        """Returns the time of a step."""
-        return max(own, launched) if self.parallel else own + launched
 
 
 def work_of(plan: StepPlan, held: int, longest: int, graphs: Graphs) -> tuple[float, ...]:
@@ -124,6 +119,8 @@ def share_of(n: int, prompts: int, longest: int, graphs: Graphs) -> float:
 
 
 Graphs = dict[str, Any]  # EngineInfo.graphs
+NO_GRAPHS: Graphs = {"rows": [], "decodes": [], "tokens": 0, "prompts": 0}  # no step with prompts has one
+PREFILL = (PREFILL_STEPS, PREFILL_TOKENS, LONGEST_PROMPT)
 
 
 class RecordedSteps(NamedTuple):
@@ -212,15 +209,19 @@ class Deviations:
 
 def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
     """Returns the costs of recorded steps. Raises EngineError if too few of them have times; `where` they are from."""
-    at, graphs = steps.indices(steps.first, steps.last), graphs or {}
+    at, n = steps.indices(steps.first, steps.last), len(FEATURES)
     at = at[~np.isnan(steps.column("took")[at])]
     if len(at) < LEAST_STEPS:
         raise EngineError(
             f"{where} has {count(len(at), 'step')} with times; the cost of a step needs at least {LEAST_STEPS}: "
             "record a longer run"
         )
-    seen, n = cost_model.windows(steps, at), len(FEATURES)
-    overlap, took = bool(seen.overlapped.any()), seen.took
+    seen = cost_model.windows(steps, at)
+    host = sum((seen.parts[name] for name in ("commit", "emit", "plan", "launch")), np.zeros(len(at)))
+    known = ~np.isnan(seen.device) & ~np.isnan(host)
+    overlap, took, no_graph = bool(seen.overlapped.any()), seen.took, 0.0
+    measured = overlap and known.sum() >= LEAST_STEPS
+    graphs = graphs or (NO_GRAPHS if overlap and not measured else {})
     chunks = [steps.chunks(step) for step in seen.number.tolist()]
     ends = [max((start + length for _, start, length, _ in each), default=0) for each in chunks]
     prompts, longest = list(map(len, chunks)), steps.column("longest")[at].tolist()
@@ -228,27 +229,27 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
     work = np.column_stack((seen.work, steps.column("in_use")[at], ends, [share_of(*one, graphs) for one in rows]))
     launched = np.column_stack((seen.ahead + seen.work * seen.here[:, None], np.zeros((len(at), n - HELD))))
     paths = [path_of(*one, graphs) for one in zip(work.tolist(), prompts, longest, strict=True)]
+    told = work * ~np.isin(np.arange(n), [PAIRS] if overlap else [LONGEST_PROMPT, LONGEST_SHARE])  # see above
     kinds = np.array([path.kind for path in paths])
-    host = sum((seen.parts[name] for name in ("commit", "emit", "plan", "launch")), np.zeros(len(at)))
-    known = ~np.isnan(seen.device) & ~np.isnan(host)
-    parallel, no_graph = overlap and known.sum() >= LEAST_STEPS, 0.0
-    told = work * ~np.isin(np.arange(n), [PAIRS] if parallel else [LONGEST_PROMPT, LONGEST_SHARE])  # see above
-    if parallel:
+    if overlap:
         slow = kinds == NO_GRAPH
         slowly = slow & seen.here | np.append(slow[1:], False) & seen.overlapped
-        of_device, of_launch = known & ~slow, known & ~slowly
-        own = robust(told[of_device], np.minimum(seen.device, took)[of_device], _prior(told, took)).costs
-        of_host = robust(launched[of_launch], host[of_launch]).costs
-        if graphs:
+        if measured:
+            of_device, of_launch = known & ~slow, known & ~slowly
+            own = robust(told[of_device], np.minimum(seen.device, took)[of_device], _prior(told, took)).costs
+            of_host = robust(launched[of_launch], host[of_launch]).costs
             launch, usual = seen.own["launch"], float(np.median(seen.own["launch"]))
-            no_graph = max(0.0, (float(np.median(launch[slow])) if slow.sum() >= FEW else graphs["launch_ms"]) - usual)
+            if graphs:
+                usual_of = float(np.median(launch[slow])) if slow.sum() >= FEW else graphs["launch_ms"]
+                no_graph = max(0.0, usual_of - usual)
+        else:
+            own, of_host, no_graph = _from_results(told, launched, took, slow, slowly)
         fitted = np.maximum(np.maximum(work @ own - no_graph * slow, 0), launched @ of_host + no_graph * slowly)
         kinds = np.where(slow | slowly, NO_GRAPH, kinds)
         paths = [NO_GRAPH_PATH if kind == NO_GRAPH else path for kind, path in zip(kinds, paths, strict=True)]
     else:
-        every = np.hstack((told, launched)) if overlap else told
-        costs = robust(every, took, _prior(every, took)).costs
-        own, of_host, fitted = costs[:n], costs[n:] if overlap else np.zeros(n), every @ costs
+        own, of_host = robust(told, took, _prior(told, took)).costs, np.zeros(n)
+        fitted = told @ own
     multiples = took / np.maximum(fitted, 1e-9)
     stalls, recorded = np.zeros(len(at)), []
     _, sizes, rows, texts = np.array(paths).T
@@ -267,9 +268,25 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
         used = np.where(stalled, usual_multiples, multiples[of])
         recorded.append(RecordedSteps(sizes[of].tolist(), np.array((fitted, rows, texts))[:, of], used.tolist()))
     return Costs(
-        own.tolist(), of_host.tolist(), overlap, parallel, work.max(axis=0).tolist(), len(at),
+        own.tolist(), of_host.tolist(), overlap, work.max(axis=0).tolist(), len(at),
         float(np.median(np.abs(multiples - 1))), stalls[stalls > 0].tolist(), recorded, no_graph, graphs,
     )
+
+
+def _from_results(
+    told: np.ndarray, launched: np.ndarray, took: np.ndarray, slow: np.ndarray, slowly: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Returns (own, launched, no_graph) of an engine that reports only when a step's results came, as vLLM does. The
+    results of a step come after the launch of the next one. So the steps before one with prompts tell what its launch
+    takes, and the steps with prompts, what the device still computes after that."""
+    of_host, no_graph, prefill = np.zeros(told.shape[1]), 0.0, np.isin(np.arange(told.shape[1]), PREFILL)
+    quiet, before, after = ~slow & ~slowly, ~slow & slowly, slow & ~slowly
+    if min(quiet.sum(), before.sum(), after.sum()) < LEAST_STEPS:
+        return robust(told, took, _prior(told, took)).costs, of_host, no_graph
+    own = robust(told[quiet], took[quiet], _prior(told, took)[:2]).costs
+    no_graph, of_host[PREFILL_TOKENS] = robust(launched[before][:, [PREFILL_STEPS, PREFILL_TOKENS]], took[before]).costs
+    rest = np.maximum(took[after] - told[after] @ own + no_graph, 0.0)
+    return own + robust(told[after] * prefill, rest).costs, of_host, no_graph
 
 
 def _usual(multiples: np.ndarray) -> np.ndarray:

@@ -130,7 +130,7 @@ class Device:
         launched, slowly, self._launched, self._slowly = self._launched, self._slowly, 0.0, False
         if self._costs is not None and work:
             path = NO_GRAPH_PATH if slowly else path
-            self.now += self._deviations.took(path, self._costs.together(own, launched)) / 1e3
+            self.now += self._deviations.took(path, max(own, launched)) / 1e3
             self.extrapolated += self._deviations.extrapolated or any(map(gt, work, self._limits))
 
 

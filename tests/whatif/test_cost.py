@@ -42,7 +42,7 @@ def work(rows: float, keys: float, held: float) -> list[float]:
 def predicted(costs: Costs, *step: float) -> float:
     """Returns the time of a step after which as much work follows, without deviation."""
     path = path_of(features := work(*step), 0, 1, costs.graphs)
-    return Deviations(costs).took(path, costs.together(*costs.of(features, path.kind)))
+    return Deviations(costs).took(path, max(costs.of(features, path.kind)))
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_step_takes_the_longer_of_device_and_host(mixture):
     device, host = 0.2 + 5e-5 * keys, 0.05 * rows
     assert (host > device).sum() > 100 < (host < device).sum()
     costs = costs_of(recorded(rows, keys, held, device, host), "here")
-    assert costs.overlap and costs.parallel
+    assert costs.overlap
     assert predicted(costs, 30, 18_000, 7_000) == pytest.approx(1.5, rel=0.02)  # the host; the device needs 1.1
     assert predicted(costs, 12, 8_000, 4_400) == pytest.approx(0.6, rel=0.02)  # the device needs 0.6 as well
     assert predicted(costs, 6, 4_000, 2_800) == pytest.approx(0.4, rel=0.05)  # the device; the host needs 0.3
@@ -151,8 +151,9 @@ def test_paths():
     assert path_of(prompts(30, 483), 2, 1, {})[:2] == (2, 1)
 
 
-def prompts(rows: float, tokens: float) -> list[float]:
-    features = dict(zip(FEATURES, work(rows, 0, 0), strict=True)) | {"prefill steps": 1, "prefill tokens": tokens}
+def prompts(rows: float, tokens: float, end: float = 0) -> list[float]:
+    more = {"prefill steps": 1, "prefill tokens": tokens, "longest prompt": end}
+    features = dict(zip(FEATURES, work(rows, 0, 0), strict=True)) | more
     return list(features.values())
 
 
@@ -163,4 +164,31 @@ def test_a_step_without_a_graph_takes_its_launch_and_the_device_computes_meanwhi
     own, launched = costs.of(prompts(20, 800), NO_GRAPH)
     assert own == 0 and launched == pytest.approx(20, rel=0.05)
     assert costs.of(prompts(20, 300), 2)[1] < 1
-    assert Deviations(costs).took(NO_GRAPH_PATH, costs.together(1.0, launched)) == pytest.approx(20, rel=0.05)
+    assert Deviations(costs).took(NO_GRAPH_PATH, max(1.0, launched)) == pytest.approx(20, rel=0.05)
+
+
+def test_of_an_engine_that_reports_only_results_the_steps_beside_prompts_tell_what_their_launch_takes(mixture):
+    rows, keys, held = mixture
+    r = np.random.default_rng(4)
+    tokens = np.where(r.random(600) < 0.3, r.integers(10, 2000, 600), 0)
+    here, ahead = tokens > 0, np.roll(tokens, -1)
+    device = np.where(here, 5.0 + 0.02 * tokens, 1.0 + 1e-5 * keys)
+    launch = np.where(ahead > 0, 20.0 + 0.001 * ahead, 0.5)
+    took = np.maximum(device, launch)
+    steps = recorded(rows, keys, held, took, np.full(600, 0.1))
+    steps.column("tokens")[:], steps.column("device")[:] = rows + tokens, np.nan
+    steps._chunks = [[(1, 0, int(n), True)] * bool(n) for n in tokens]
+    costs = costs_of(steps, "here")
+    assert costs.no_graph == pytest.approx(20, rel=0.02)
+    decodes, mixed = work(20, 12_000, 5_200), prompts(20, 1000, 1000)
+    assert path_of(mixed, 1, 1, costs.graphs) == NO_GRAPH_PATH
+    assert costs.of(decodes, 1)[0] == pytest.approx(1.12, rel=0.02)
+    assert costs.of(mixed, NO_GRAPH) == (pytest.approx(25, rel=0.05), pytest.approx(21, rel=0.05))
+    times = [took[np.flatnonzero(here & (ahead == 0))].sum(), took[~here & (ahead > 0)].sum()]
+    deviations, played = Deviations(costs), [0.0, 0.0]
+    for i in np.flatnonzero(here != (ahead > 0)):
+        step = prompts(rows[i], tokens[i], tokens[i]) if here[i] else work(rows[i], keys[i], held[i])
+        own = costs.of(step, NO_GRAPH if here[i] else 1)[0]
+        launched = costs.of(prompts(rows[i], ahead[i]), NO_GRAPH)[1] if ahead[i] else 0.0
+        played[int(ahead[i] > 0)] += deviations.took(NO_GRAPH_PATH, max(own, launched))
+    assert played == [pytest.approx(times[0], rel=0.05), pytest.approx(times[1], rel=0.05)]
