@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TESTS = [f"tests/vllm/test_{name}.py" for name in ("scheduler", "kv_events", "groups", "worker")]
 FILES = (".py", ".json", ".jinja", ".txt", ".yaml", "METADATA", "RECORD", "WHEEL")  # of the wheel; no compiled code
+OPTIONAL = {"orjson"}  # FastAPI imports it if it is there
 MOST_MISSING = 80  # packages that are installed one after another
 PLATFORMS = [f"manylinux{version}_x86_64" for version in ("_2_35", "_2_34", "_2_31", "_2_28", "_2_17", "1")]
 IMPORTS = """
@@ -38,8 +39,16 @@ def run(*words: object, check: bool = True) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(word) for word in words], cwd=ROOT, capture_output=True, text=True, check=check)
 
 
-def install(version: str, place: Path) -> tuple[Path, list[str]]:
-    """Makes the environment of a version. Returns its Python, and what vLLM requires."""
+def resolved(*what: object) -> list[str]:
+    """Returns what pip would install, as "name==version"."""
+    pip = "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"
+    report = run(sys.executable, *pip, *what)
+    found = [item["metadata"] for item in json.loads(report.stdout)["install"]]
+    return [f"{_plain(each['name'])}=={each['version']}" for each in found]
+
+
+def install(version: str, place: Path, required: list[str]) -> Path:
+    """Makes the environment of a version; returns its Python. `required`: what an installation of vLLM brings."""
     run(sys.executable, "-m", "venv", place)
     python = place / "bin" / "python"
     site = next((place / "lib").glob("python*")) / "site-packages"
@@ -50,8 +59,6 @@ def install(version: str, place: Path) -> tuple[Path, list[str]]:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site, [name for name in archive.namelist() if name.endswith(FILES)])
     wheel.unlink()
-    [metadata] = site.glob("vllm-*.dist-info/METADATA")
-    required = re.findall(r"^Requires-Dist: ([^;\n]+)", metadata.read_text(), re.M)
     tried = set()
     for _ in range(MOST_MISSING):
         probe = run(python, "-c", "import tests.support.vllm_driver, vllm.model_executor.models.qwen3", check=False)
@@ -62,7 +69,7 @@ def install(version: str, place: Path) -> tuple[Path, list[str]]:
         same = re.compile(r"^(\w+-)?" + found[1].replace("_", "[-_.]") + r"\b", re.I)  # py-cpuinfo, apache-tvm-ffi
         wanted = next((each for each in required if same.match(each)), found[1])
         run(python, "-m", "pip", "install", "--quiet", "--no-deps", wanted)
-    return python, required
+    return python
 
 
 def packages_of(modules: list[str]) -> set[str]:
@@ -71,18 +78,12 @@ def packages_of(modules: list[str]) -> set[str]:
     return {_plain(owner) for name in modules for owner in owners.get(name, ())} - {"minitui"}
 
 
-def not_found(version: str) -> list[str]:
-    """Returns the packages that the recorder imports and that vLLM's requirements do not bring; also textual or torch,
-    if `pip install --no-deps minitui` would bring one of them."""
-    needed = packages_of(json.loads(run(sys.executable, "-c", IMPORTS).stdout))
-    reports = [
-        run(
-            sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-", *what
-        )
-        for what in (["--only-binary=:all:", f"vllm=={version}"], ["--no-deps", ROOT])
-    ]
-    vllm, ours = ({_plain(item["metadata"]["name"]) for item in json.loads(each.stdout)["install"]} for each in reports)
-    return sorted(needed - vllm) + sorted(ours - {"minitui"})
+def not_found(vllm: list[str]) -> list[str]:
+    """Returns the packages that the recorder imports and that an installation of vLLM does not bring; also textual or
+    torch, if `pip install --no-deps minitui` would bring one of them."""
+    needed = packages_of(json.loads(run(sys.executable, "-c", IMPORTS).stdout)) - OPTIONAL
+    brought, ours = ({each.partition("==")[0] for each in found} for found in (vllm, resolved("--no-deps", ROOT)))
+    return sorted(needed - brought) + sorted(ours - {"minitui"})
 
 
 def _plain(name: str) -> str:
@@ -99,10 +100,11 @@ def main() -> None:
     for version in options.versions:
         with tempfile.TemporaryDirectory() as directory:
             place = (options.keep or Path(directory)) / f"vllm-{version}"
-            python = place / "bin" / "python" if place.exists() else install(version, place)[0]
+            required = resolved("--only-binary=:all:", f"vllm=={version}")
+            python = place / "bin" / "python" if place.exists() else install(version, place, required)
             tests = [name for name in TESTS if (ROOT / name).exists()]
             ended = run(python, "-m", "pytest", "-q", "-n", "0", "-rf", *tests, check=False)
-            missing = not_found(version)
+            missing = not_found(required)
         failed |= bool(ended.returncode or missing)
         lines = ended.stdout.strip().splitlines() or ended.stderr.strip().splitlines()
         print(f"vLLM {version}: {lines[-1]}", *(line for line in lines if line.startswith("FAILED")), sep="\n    ")

@@ -18,7 +18,9 @@ PERMUTED = ("llama", "granite", "smollm3", "mistral3")  # rotated as pairs of ne
 HELD: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False, "sliding_window": None, "layer_types": ...},
     "qwen3": {"use_sliding_window": False, "sliding_window": None, "layer_types": ...},
-    "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 1, "use_sliding_window": False, "sliding_window": None},
+    "qwen3_moe": {
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "use_sliding_window": False, "sliding_window": None,
+    },
     "granite": {"rope_scaling": None, "rope_parameters": None},
     "smollm3": {"no_rope_layers": ..., "no_rope_layer_interval": ..., "use_sliding_window": False,
                 "num_hidden_layers": 5, "sliding_window": None},
