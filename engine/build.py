@@ -70,6 +70,8 @@ def build_engine(
     def report(progress: dict[str, Any]) -> None:
         if "note" in progress:
             notes.append(progress["note"])
+        if progress["stage"] == "pool" and config.load_tokenizer:
+            early_tokenizer.begin(str(directory))  # it holds Python's lock; the allocation of memory on a GPU does not
         if on_progress is not None:
             on_progress(progress)
 
@@ -83,14 +85,14 @@ def build_engine(
     torch = {"stage": "torch", "done": 0, "total": 0, "text": "importing torch"}
     report({**torch, "model_dir": str(directory)})
     kept_files.begin(config, directory, model)
-    if config.load_tokenizer:
-        early_tokenizer.begin(str(directory))
     before_torch()
     report({"stage": "model", "done": 0, "total": 0, "text": text})
     limits = resolve(config, model)
     config = replace(config, quantization=limits.quantization)  # loading changes the free memory
     if limits.device.type == "cpu":
         kept_files.begin(config, directory, model)  # if "auto" has become a kind
+        if config.load_tokenizer:
+            early_tokenizer.begin(str(directory))
     else:
         kept_files.forget()
     runner = make_runner(model, config, directory, report, on_lost, later and not config.graphs_at_start)

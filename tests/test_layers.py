@@ -197,7 +197,10 @@ def test_the_engine_knows_no_product():
 
 def test_the_part_of_torch_that_is_put_off_is_there_for_whoever_uses_it():
     torch = "from engine.process.startup import import_torch; import_torch(); name = 'torch._meta_registrations'"
-    put_off = "assert not any(known.startswith('meta_') for known in vars(sys.modules[name]))"
+    put_off = (
+        "assert 'torch._prims' not in sys.modules; "
+        "assert not any(known.startswith('meta_') for known in vars(sys.modules[name]))"
+    )
     used = "from torch._meta_registrations import meta__add_relu; from torch._subclasses import FakeTensorMode"
     operator = (  # of an extension, as flash-attn's: it imports torch._dynamo, which torch._prims must precede
         "import torch; double = torch.library.custom_op('tests::double', lambda x: 2 * x, mutates_args=(), "

@@ -8,7 +8,9 @@ import gc
 import importlib
 import importlib.util
 import logging
+import subprocess
 import sys
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,28 +36,46 @@ class _ImportedWhenUsed(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
+class _PrimsFirst(MetaPathFinder):
+    """Imports torch._prims before torch._dynamo: the other way round, their circular imports fail."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "torch._dynamo":
+            sys.meta_path.remove(self)
+            importlib.import_module("torch._prims.rng_prims")
+
+
 def import_torch() -> None:
     """Import torch without garbage collections, and exclude its objects from later collections. Otherwise each full
-    collection would visit every object of torch, during the import and later between steps. A fifth of the import is
-    put off: the shapes of operators for torch.compile, which an engine does not use."""
+    collection would visit every object of torch, during the import and later between steps. A quarter of the import is
+    put off: what torch.compile knows of operators. An engine does not use it, but operators of extensions may."""
     if "torch" in sys.modules:
         return
     sys.modules["torch._meta_registrations"] = _ImportedWhenUsed("torch._meta_registrations")
+    sys.meta_path.insert(0, _PrimsFirst())
     gc.disable()
     try:
-        import torch._prims.rng_prims  # noqa: F401 (torch.Generator needs it, and what is put off imports it)
+        import torch
+
+        if hasattr(torch._C, "_set_generator_metaclass"):  # torch._prims, which is put off, prepares torch.Generator
+            from torch._opaque_base import OpaqueBaseMeta
+
+            torch._C._set_generator_metaclass(OpaqueBaseMeta)
     finally:
         gc.freeze()
         gc.enable()
 
 
 def hash_triton() -> None:
-    """Let Triton hash its own files, as it does once in a process before its first kernel: 0.7 s, mostly without
-    Python's lock. Without a GPU of NVIDIA this does nothing."""
+    """Let another process hash Triton's files, as Triton does in each process before its first kernel: 0.7 s, which
+    would delay the import of torch beside it. Without a GPU of NVIDIA this does nothing."""
     if NVIDIA.exists() and importlib.util.find_spec("triton") is not None:
-        from triton.runtime.cache import triton_key
+        code = "from triton.runtime.cache import triton_key; print(triton_key())"
+        hashed = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+        if not hashed.returncode:
+            from triton.runtime import cache
 
-        triton_key()
+            cache.triton_key = hashed.stdout.strip
 
 
 def open_gpu(device: str) -> None:

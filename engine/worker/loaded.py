@@ -117,6 +117,8 @@ class LoadedModel:
                 engine_config.logprobs_mode == "processed_logprobs",
                 tuple(group.window for group in paged_groups(self.shard)[1:]),
             )
+            if on_progress is not None:
+                on_progress({"stage": "warm-up", "done": 0, "total": 0, "text": "measuring the memory of a step"})
             for tokens in (self.max_num_batched_tokens, 1):
                 self.compile_ahead(partial(self.warm_up, tokens))
             self._sizes = PoolSizes(self.shard, engine_config, max_rows, self.max_num_batched_tokens, self.kv_dtype)
@@ -124,6 +126,8 @@ class LoadedModel:
             blocks = group.least(self._count_blocks())
             self.num_blocks = blocks + 1  # plus the null block
             self.groups = self._sizes.sides(blocks)
+            if on_progress is not None:
+                on_progress({"stage": "pool", "done": 0, "total": 0, "text": "allocating the KV cache"})
             self.pool = self._make_pool(self.num_blocks, tuple(side.num_blocks for side in self.groups))
         self.memory.kv_cache = self.pool.nbytes
         self._expert_load_due = math.inf if model_config.experts is None else 0.0

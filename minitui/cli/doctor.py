@@ -19,7 +19,6 @@ import typer
 from engine.config import EngineConfig
 from engine.errors import EngineError, how_to_install
 from engine.fields import listed
-from engine.process import early_process
 from minitui.chat.model_choice import choose_model
 from minitui.cli.early import log_path
 from minitui.cli.models import MARGIN, Machine, cpu_read_speed, kinds_on_gpu, least_seconds, memory_gib
@@ -110,14 +109,12 @@ def doctor(
 
 async def start_phases(model: str | None) -> list[str]:
     """Starts the model as `minitui chat` does, up to the first token of a first prompt. Returns the phases as lines."""
-    log_file = log_path()
-    early_process.begin(log_file)
     phases = Phases("Python, imports of the command line")
     phases.begin("engine process: Python and imports")
     from engine.params import SamplingParams
     from engine.process.client import EngineClient
 
-    client = await EngineClient.start(EngineConfig(choose_model(model).name), log_file, phases)
+    client = await EngineClient.start(EngineConfig(choose_model(model).name), log_path(), phases)
     try:
         phases.begin("a first prompt of 16 tokens, to its first token")
         await anext(aiter(client.submit(list(range(16)), SamplingParams(max_tokens=1))))

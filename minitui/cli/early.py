@@ -12,13 +12,14 @@ from engine.process import early_process
 from minitui.settings import SettingsError, data_dir
 
 KEPT_LOGS = 10
-COMMANDS = ("ask", "chat", "serve")  # these start an engine
+COMMANDS = ("ask", "chat", "serve")  # these start an engine; so does `minitui doctor --profile-start`
 WITHOUT = ("--connect", "--web", "--help", "-h")  # with one of these options they do not
 
 
 def begin(arguments: Sequence[str]) -> None:
     """Start the engine's process if these words of the command line need one."""
-    if arguments and arguments[0] in COMMANDS and not {word.split("=")[0] for word in arguments} & {*WITHOUT}:
+    words = {word.split("=")[0] for word in arguments}
+    if words & {*arguments[:1], "--profile-start"} & {*COMMANDS, "--profile-start"} and not words & {*WITHOUT}:
         with contextlib.suppress(EngineError):  # the command reports it
             early_process.begin(log_path())
 
