@@ -229,7 +229,9 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
     work = np.column_stack((seen.work, steps.column("in_use")[at], ends, [share_of(*one, graphs) for one in rows]))
     launched = np.column_stack((seen.ahead + seen.work * seen.here[:, None], np.zeros((len(at), n - HELD))))
     paths = [path_of(*one, graphs) for one in zip(work.tolist(), prompts, longest, strict=True)]
-    told = work * ~np.isin(np.arange(n), [PAIRS] if overlap else [LONGEST_PROMPT, LONGEST_SHARE])  # see above
+    untold = [PAIRS] if overlap else [LONGEST_PROMPT, LONGEST_SHARE]  # see above
+    told, most = work.copy(), work.max(axis=0)
+    told[:, untold], most[untold] = 0.0, np.inf
     kinds = np.array([path.kind for path in paths])
     if overlap:
         slow = kinds == NO_GRAPH
@@ -268,7 +270,7 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
         used = np.where(stalled, usual_multiples, multiples[of])
         recorded.append(RecordedSteps(sizes[of].tolist(), np.array((fitted, rows, texts))[:, of], used.tolist()))
     return Costs(
-        own.tolist(), of_host.tolist(), overlap, work.max(axis=0).tolist(), len(at),
+        own.tolist(), of_host.tolist(), overlap, most.tolist(), len(at),
         float(np.median(np.abs(multiples - 1))), stalls[stalls > 0].tolist(), recorded, no_graph, graphs,
     )
 
