@@ -30,6 +30,7 @@ KINDS: list[dict[str, Any]] = [
     {"groups": "full state", "blocks": 120, "drafts": 3}, {"groups": "full chunks:64", "blocks": 120},
     {"groups": "full:32 window:64:16", "blocks": 120}, {"groups": "full full window:40 state", "blocks": 200},
     {"groups": "full state", "caching": False, "blocks": 120, "asynchronous": True},
+    {"groups": "full" + 4 * " window:64" + 5 * " state", "blocks": 400, "asynchronous": True},
 ]
 
 

@@ -102,16 +102,20 @@ def test_a_block_that_was_cached_before_lost_messages_is_hit_again(make):
     assert pipe.translator.faults == []
 
 
-def test_a_model_without_full_attention_is_not_recorded_and_vllm_says_so(tmp_path, said):
-    scheduler = make_scheduler(tmp_path, groups="window:64")
+@pytest.mark.parametrize(
+    ("groups", "why"),
+    [
+        ("window:64", "no layer of this model has full attention; minitui shows models that have some"),
+        ("full" + 10 * " window:64", "this model has 11 KV cache groups; minitui shows up to 10"),
+    ],
+)
+def test_a_model_with_other_groups_is_not_recorded_and_vllm_says_so(tmp_path, said, groups, why):
+    scheduler = make_scheduler(tmp_path, groups=groups, blocks=400)
     load = Load(scheduler, 1)
     load.run(60)
     load.finish()
     assert scheduler._recorder is None and load.steps >= 60
-    assert said == [
-        "minitui does not record this engine: no layer of this model has full attention; minitui shows models that "
-        "have some"
-    ]
+    assert said == [f"minitui does not record this engine: {why}"]
 
 
 def test_a_step_leaves_out_a_running_request_and_takes_it_again(make, monkeypatch):
