@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = [f"tests/vllm/test_{name}.py" for name in ("scheduler", "kv_events", "groups", "worker")]
 FILES = (".py", ".json", ".jinja", ".txt", ".yaml", "METADATA", "RECORD", "WHEEL")  # of the wheel; no compiled code
 OPTIONAL = {"orjson"}  # FastAPI imports it if it is there
+PROBED = "tests.support.vllm_driver, vllm.model_executor.models.qwen3, vllm.tool_parsers.utils"
 MOST_MISSING = 80  # packages that are installed one after another
 PLATFORMS = [f"manylinux{version}_x86_64" for version in ("_2_35", "_2_34", "_2_31", "_2_28", "_2_17", "1")]
 IMPORTS = """
@@ -61,7 +62,7 @@ def install(version: str, place: Path, required: list[str]) -> Path:
     wheel.unlink()
     tried = set()
     for _ in range(MOST_MISSING):
-        probe = run(python, "-c", "import tests.support.vllm_driver, vllm.model_executor.models.qwen3", check=False)
+        probe = run(python, "-c", f"import {PROBED}", check=False)
         found = MISSING.search(probe.stderr.strip().rpartition("\n")[2])
         if found is None or found[1] in tried:
             break

@@ -10,13 +10,16 @@ from typing import Any, ClassVar
 import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed", exc_type=ImportError)
-pytest.importorskip("vllm.v1.worker.gpu.async_utils", reason="vLLM before 0.33", exc_type=ImportError)
+pytest.importorskip("vllm.v1.worker.gpu.async_utils", reason="vLLM without the second runner", exc_type=ImportError)
 
 import torch
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu import async_utils as utils
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
+
+if "step_timing" not in inspect.getsource(GPUModelRunner):
+    pytest.skip("vLLM before 0.33 does not say when a step begins", allow_module_level=True)
 
 import minitui.vllm
 import minitui.vllm.recorder as recording
