@@ -254,8 +254,11 @@ async def _read(stream: Stream) -> AsyncIterator[Output]:
 async def _next_part(stream: Stream) -> Output:
     """Returns a stream's next delta, with those that arrived while the caller handled the last part."""
     await stream.wait()
-    part = Output()
-    for delta in stream.drain():
+    first, *more = stream.drain()
+    part = Output(
+        first.text, first.ids, first.finish_reason, first.metrics or {}, [*first.logprobs], [*first.prompt_logprobs]
+    )
+    for delta in more:
         part.add(delta)
     return part
 
