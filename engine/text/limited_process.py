@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,9 @@ from engine.text.limited_child import HEAD
 PIECE = 1 << 16  # bytes that are read at once
 START_SECONDS = 60.0  # for the interpreter to start, on a busy machine
 TIMEOUT = (TimeoutError, BlockingIOError)  # the second: of a socket with a limit of the system
+RESTS_S = 10.0  # after a request that took longer than `patience`
+# In this context, `ask` waits for so many seconds only, or raises TakesLonger. 0: for an answer, within the limits.
+patience: ContextVar[float] = ContextVar("patience", default=0.0)
 TIMEOUTS = (-signal.SIGALRM, -signal.SIGPROF)  # exit codes of a process that a timer has ended
 
 
@@ -44,6 +48,10 @@ class LimitExceeded(Exception):
     """The request has no answer. The text is a predicate: "did not end within 5 seconds"."""
 
 
+class TakesLonger(Exception):
+    """The request would take longer than `patience`: ask again without it."""
+
+
 class LimitedProcess:
     """A process that answers requests, one at a time. Its methods may be called from any thread."""
 
@@ -56,6 +64,7 @@ class LimitedProcess:
         self._starting = threading.Lock()
         self._process: _Process | None = None
         self._stops = 0
+        self._rests_until = 0.0  # until then, no request is made with `patience`
 
     def start(self) -> None:
         """Start the process without waiting for it, so that the first answer is fast."""
@@ -73,7 +82,9 @@ class LimitedProcess:
 
     def ask(self, request: bytes) -> tuple[bytes, bytes]:
         """Send a request; return the kind and the contents of the answer. Raises LimitExceeded, and EngineError if the
-        process cannot be started."""
+        process cannot be started; TakesLonger with `patience`."""
+        if seconds := patience.get():
+            return self._ask_at_once(request, seconds)
         stops = self._stops
         with self._turn:
             if self._stops != stops:
@@ -98,6 +109,21 @@ class LimitedProcess:
                 code = None if process is None else process.status
                 why = f"exit code {code}" if code is not None and code > 0 else "probably because memory ran out"
                 raise LimitExceeded(f"ended its process ({why})") from None
+
+    def _ask_at_once(self, request: bytes, seconds: float) -> tuple[bytes, bytes]:
+        process, now = self._process, time.monotonic()
+        if process is None or now < self._rests_until or not process.idle or not self._turn.acquire(blocking=False):
+            raise TakesLonger
+        try:
+            return process.ask_at_once(request, seconds)
+        except TIMEOUT:
+            self._rests_until = now + RESTS_S
+            raise TakesLonger from None
+        except (OSError, EOFError):
+            self.end()
+            raise TakesLonger from None
+        finally:
+            self._turn.release()
 
     def _running(self) -> _Process:
         with self._starting:
@@ -133,12 +159,18 @@ class _Process:
                 os.close(pipe)
         self._socket, self._task, self._limits = ours, task, limits
         self._prepared = False
+        self._pending: bytes | None = None  # a request whose answer was not received
         self.end = weakref.finalize(self, _kill, self._child, ours, lifeline)
 
     @property
     def ended(self) -> bool:
         """True once the process can no longer be used."""
         return not self.end.alive or self._child.poll() is not None
+
+    @property
+    def idle(self) -> bool:
+        """True if the process can begin a request now."""
+        return self._prepared and self._pending is None and not self.ended
 
     @property
     def status(self) -> int | None:
@@ -164,7 +196,24 @@ class _Process:
 
     def ask(self, request: bytes) -> tuple[bytes, bytes]:
         """Send a request; return the kind and the contents of the answer. Raises TIMEOUT, EOFError, OSError."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            answer = self._receive()
+            if pending == request:
+                return answer
         self._send(request)
+        return self._receive()
+
+    def ask_at_once(self, request: bytes, seconds: float) -> tuple[bytes, bytes]:
+        """As `ask`; but if no answer arrives within `seconds`, raise TIMEOUT and leave it to the next `ask`."""
+        self._send(request)
+        self._pending = request
+        self._wait_at_most(seconds)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        finally:
+            self._wait_at_most(self._limits.seconds)
+        self._pending = None
         return self._receive()
 
     def _wait_at_most(self, seconds: float) -> None:

@@ -26,6 +26,7 @@ from engine.process.client import EngineClient
 from engine.process.heartbeat import Condition
 from engine.progress import Progress
 from engine.text import early_tokenizer
+from engine.text.limited_process import TakesLonger, patience
 from engine.text.tokenizer import Tokenizer
 from minitui.server.errors import ApiError, ContextExceeded
 from minitui.server.settings import ServerSettings
@@ -40,6 +41,7 @@ BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)  # the wait before a restart, after
 STABLE_S = 60.0  # after a run of this length, a death counts as the first again
 COMPILE_WAIT_S = 10.0  # a request whose grammar waits longer for other grammars of its API key is refused
 STUCK_S = 30.0  # /health answers 503 when a text has waited and been encoded for longer than this
+PATIENCE_S = 0.02  # the event loop waits so long for the template of a short chat, which usually takes 0.2 ms
 CLOSE_S = 1.0  # when the server stops, the engine gets this much time to end by itself
 MASK_TEXT = "."  # shown for every token of a hidden text
 CHAT_ID = re.compile(r"[0-9a-f]{8}")  # the form of the random ids in minitui/chat/conversation.py
@@ -321,6 +323,18 @@ class Service:
             return await asyncio.get_running_loop().run_in_executor(self._threads, context.run, work, *arguments)
         finally:
             del self._jobs[job]
+
+    async def at_once(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run work on the event loop that is usually shorter than the way to a thread and back (0.7 ms of processor
+        time). If its template takes longer than PATIENCE_S, run it in a thread."""
+        token = patience.set(PATIENCE_S)
+        try:
+            return work(*arguments)
+        except TakesLonger:
+            pass
+        finally:
+            patience.reset(token)
+        return await self.in_thread(work, *arguments)
 
     @property
     def oldest_job_s(self) -> float:

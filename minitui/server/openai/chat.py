@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
+from engine.text.tokenizer import LONG_TEXT
 from minitui.server.answer import OpenAIAnswer, Output
 from minitui.server.bodies import Endpoints
 from minitui.server.constraints import Constraint
@@ -23,6 +24,7 @@ from minitui.server.openai.reply_schema import OpenAIResponse
 from minitui.server.service import Service
 from minitui.server.sse import as_json
 
+MANY = 64  # messages
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -152,7 +154,7 @@ async def prompt_of(
     values |= {"chat_template": body.chat_template, "continue_final_message": bool(body.continue_final_message)}
     generate = body.add_generation_prompt is not False
     try:
-        ids = await service.in_thread(
+        ids = await (service.at_once if not tools and _is_short(body) else service.in_thread)(
             conversation, service.tokenizer, body.messages, tools or None, generate, values, service.longest, last
         )
     except InvalidRequest as error:
@@ -163,6 +165,18 @@ async def prompt_of(
         added = service.tokenizer.encode("", add_special_tokens=True)
         ids = ids if ids[: len(added)] == added else [*added, *ids]
     return ids
+
+
+def _is_short(body: ChatRequest) -> bool:
+    """Returns True if the messages are few and have short texts only, and nothing else could take long."""
+    texts = [
+        each.content for each in body.messages[:MANY]
+        if isinstance(each.content, str)
+        and each.tool_calls is each.function_call is each.reasoning is each.reasoning_content is None
+    ]
+    options = [body.chat_template, *(body.chat_template_kwargs or {}).values()]
+    plain = all(value is None or type(value) is bool for value in options)
+    return plain and len(texts) == len(body.messages) and sum(map(len, texts)) < LONG_TEXT
 
 
 class Choice:

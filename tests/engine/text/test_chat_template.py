@@ -339,6 +339,48 @@ def test_a_long_answer_that_arrived_while_this_process_was_paused_counts(tmp_pat
     process.end()
 
 
+def test_a_slow_answer_is_left_to_the_next_request(tmp_path: Path, monkeypatch: Any) -> None:
+    """With patience, the process is asked at once or not at all; what it has begun is not done twice."""
+    monkeypatch.setattr(limited_process, "RESTS_S", 0.0)
+    script, go = tmp_path / "slow.py", tmp_path / "go"
+    script.write_text(
+        "import itertools, pathlib, time\nfrom engine.text.limited_child import TEXT, serve\n"
+        "def answer(request, longest):\n"
+        f"    while request[:4] == b'slow' and not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\n"
+        "    return TEXT, b'%d %b' % (next(number), request)\n"
+        "number = itertools.count(1)\n"
+        "serve(lambda setup: answer)\n"
+    )
+    process = limited_process.LimitedProcess(
+        str(script), "answers", lambda: b"setup", limited_process.Limits(60, 1 << 32, 100)
+    )
+
+    def at_once(request: bytes, seconds: float = 0.01) -> bytes | None:
+        token = limited_process.patience.set(seconds)
+        try:
+            return process.ask(request)[1]
+        except limited_process.TakesLonger:
+            return None
+        finally:
+            limited_process.patience.reset(token)
+
+    assert at_once(b"early") is None, "it does not run yet"
+    assert process.ask(b"first")[1] == b"1 first" and at_once(b"quick", 60) == b"2 quick"
+    assert at_once(b"slow") is None and at_once(b"meanwhile", 60) is None
+    go.touch()
+    assert process.ask(b"slow")[1] == b"3 slow" and at_once(b"again", 60) == b"4 again"
+    go.unlink()
+    assert at_once(b"slower") is None
+    go.touch()
+    assert process.ask(b"other")[1] == b"6 other"
+    monkeypatch.setattr(limited_process, "RESTS_S", 1000.0)
+    go.unlink()
+    assert at_once(b"slowest") is None
+    go.touch()
+    assert process.ask(b"slowest")[1] == b"7 slowest" and at_once(b"quick", 60) is None, "it rests"
+    process.end()
+
+
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "rendering"])
 def test_the_process_ends_with_its_parent_however_that_ends(busy: bool) -> None:
     source = ENDLESS if busy else "ok"
