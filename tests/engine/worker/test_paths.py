@@ -325,6 +325,7 @@ class Stage:
         backends = [object.__new__(graphs.TritonAttention) for _ in paged_groups(model)]
         for backend in backends:
             backend.warm_up = backend.warm_up_flash = lambda *_: None
+            backend.kv_heads, backend.workspace = 2, SimpleNamespace(longest=256)
         attention = backends[0] if len(backends) == 1 else GroupedAttention(backends, group_of_layers(model))
         cpu, windows = torch.device("cpu"), tuple(group.window for group in paged_groups(model)[1:])
         self.loaded: Any = SimpleNamespace(
