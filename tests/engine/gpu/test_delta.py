@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from engine.attention.base import StateMeta  # noqa: E402
+from engine.build import DELTA_SIZES  # noqa: E402
 from engine.kernels import delta  # noqa: E402
 from tests.support.delta_steps import Case, Heads, Segments, error, make  # noqa: E402
 
@@ -36,7 +37,16 @@ FORMS = [*itertools.product(HEADS, [torch.bfloat16]), (HEADS[0], torch.float32),
 @pytest.mark.parametrize("lengths", SHAPES)
 @pytest.mark.parametrize(("heads", "dtype"), FORMS, ids=str)
 def test_all_shapes_of_a_step(heads: Heads, dtype: torch.dtype, lengths: str) -> None:
-    case = make(SHAPES[lengths], heads, dtype)
+    check(make(SHAPES[lengths], heads, dtype), dtype)
+
+
+@pytest.mark.parametrize(("dk", "dv"), list(itertools.product(sorted(DELTA_SIZES), repeat=2)), ids=str)
+def test_all_sizes_of_keys_and_values(dk: int, dv: int) -> None:
+    check(make(EVERYTHING, (2, 4, dk, dv)), torch.bfloat16)
+
+
+def check(case: Case, dtype: torch.dtype) -> None:
+    """Compare what the kernels compute and write with the specification."""
     (y, conv, out, recurrent), (y_, conv_, out_, recurrent_) = case.run(), case.wanted()
     assert error(y, y_) < OUTPUT[dtype] and error(out, out_) < OUTPUT[dtype]
     assert all(torch.equal(conv[slot].double(), conv_[slot]) for slot in case.written), "inputs are copied"

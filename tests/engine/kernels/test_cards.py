@@ -130,8 +130,13 @@ def sampling() -> None:
 
 
 def delta_rules() -> None:
-    """Of Qwen3.5's layers: 16 key heads and 32 value heads of 128."""
-    tokens, heads, dim, slots = 200, 32, 128, 9
+    """Of Qwen3.5's layers: 16 key heads and 32 value heads of 128; and the smallest and the largest heads."""
+    for dim in (128, 16, 256):
+        delta_rule(dim)
+
+
+def delta_rule(dim: int) -> None:
+    tokens, heads, slots = 200, 32, 9
     x = half(tokens, 2 * heads * dim)
     q, k, v = (part.unflatten(1, (-1, dim)) for part in x.split([16 * dim, 16 * dim, heads * dim], 1))
     g = torch.empty(tokens, heads)
