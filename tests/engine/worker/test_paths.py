@@ -379,7 +379,8 @@ def test_graphs_are_captured_in_the_order_of_their_use_and_tried_in_one_order(
     assert stage.graphs.num_graphs == len([name for name in stage.captured if not name.startswith("sample")])
     layers = stage.loaded.model_config.num_layers
     assert stage.loaded.graphs == {
-        "rows": [1, 2, 4, 8, 16], "decodes": [16], "tokens": 64, "prompts": 8, "launch_ms": pytest.approx(layers * 0.1)
+        "rows": [1, 2, 4, 8, 16], "decodes": [16], "tokens": 64, "prompts": 8, "launch_ms": pytest.approx(layers * 0.1),
+        "splits": [32] * 5, "programs": 512,
     }
     tried = [type(part).__name__ for part in stage.graphs.parts]
     assert tried == [*(["VerifyGraphs"] if drafts else []), "DecodeGraphs", "ExtendGraphs"]
