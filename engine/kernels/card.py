@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 OVERLAP = (9, 0)  # programmatic dependent launch
 RESERVED = 2048  # bytes of shared memory that a kernel uses for other things than tiles
@@ -52,6 +53,33 @@ def after_previous(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+
+
+def tiles_of(t: torch.Tensor, block: list[int]) -> TensorDescriptor | torch.Tensor:
+    """Returns the argument of a kernel that reads tiles of this shape from a matrix with `read_tile`.
+
+    Below Hopper it is the matrix: from a descriptor, Triton would make loads of single numbers.
+    """
+    return TensorDescriptor.from_tensor(t, block) if card().capability >= OVERLAP else t
+
+
+@triton.jit
+def read_tile(t, row, column, HEIGHT, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Returns the tile [ROWS, COLUMNS] of t [HEIGHT, WIDTH] from `row` and `column` on; zeros outside. HEIGHT is
+    None if no number is outside. t: what `tiles_of` returned."""
+    if isinstance(t, tl.tensor):
+        r = row + tl.arange(0, ROWS)
+        c = column + tl.arange(0, COLUMNS)
+        at = t + r.to(tl.int64)[:, None] * WIDTH + c[None, :]
+        if HEIGHT is None:
+            found = tl.load(at)
+        elif WIDTH % COLUMNS == 0:
+            found = tl.load(at, mask=(r < HEIGHT)[:, None], other=0)
+        else:
+            found = tl.load(at, mask=(r < HEIGHT)[:, None] & (c < WIDTH)[None, :], other=0)
+    else:
+        found = t.load([row, column])
+    return found
 
 
 def fitting(stages: int, stage_bytes: int, other_bytes: int = 0) -> int:

@@ -1,13 +1,14 @@
 """Linear layers whose weights are 4-bit numbers in groups, with bfloat16 activations (engine/model/four_bits.py).
 
     tokens         kernel
-    1              _one_kernel: plain arithmetic in float32, fused with the norm before it and the additions after it
+    1              four_bits_one.py: whole numbers, fused with the norm before it and the additions after it
     2 to FEW       _few_kernel: numbers become bfloat16 in registers, then tensor cores multiply them
+                   (on Hopper, for wide matrices, from MANY tokens on: four_bits_many.py)
     more           _expand_kernel writes the matrix in bfloat16 to a scratch buffer, then cuBLAS multiplies
 
 The weights stay packed in memory: a number q from 0 to 15 stands for row scale · group scale · (q - 8 + offset).
-Unpacking needs no conversion instruction, which would be the bottleneck: the bits of q become the last or the first
-bits of a mantissa, so that the float is 128 + q or 1 + q / 16 (Kim et al. 2022, "Who says elephants can't run").
+Unpacking needs no conversion instruction, which would be the bottleneck: the bits of q become the last bits of a
+mantissa, so that the float is 128 + q (Kim et al. 2022, "Who says elephants can't run").
 
 Layout: the matrix [N, K] is stored in tiles of 128 rows, in the order in which the kernels read it. A row of a tile
 has P = 64 words of 16 bits (groups of 64 or 128 columns), or 32 (smaller groups, or K is no multiple of 256). Word j
@@ -17,232 +18,21 @@ tensor core with consecutive columns, and these are of one group.
 
 from __future__ import annotations
 
-import os
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.card import after_previous, card, fitting, overlap
-from engine.kernels.norms import silu_mul, silu_times
+from engine.kernels.card import after_previous, card, fitting, overlap, read_tile, tiles_of
+from engine.kernels.four_bits_one import INTERPRETED, FourBitMatrix, one
+from engine.kernels.norms import silu_mul
 
 TILE = 128  # rows of a tile
-FEW = 256  # tokens
+MANY, FEW = 128, 256  # tokens
+WIDE = 16384  # rows of a matrix from which on its tiles occupy all processors several times
 SHARED = 2048  # columns of a matrix from which on two programs may share a tile
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter has no assembly
-
-
-class FourBitMatrix(Protocol):
-    """A matrix [N, K], such as engine.model.four_bits.Int4Tiles; both are multiples of 128. values: int16 [N / 128, K /
-    4 P, 128, P]; scale: fp32 [N]; groups and offsets: fp16 [N / 128, K / group, 128], with groups of 32, 64 or 128
-    columns."""
-
-    values: torch.Tensor
-    scale: torch.Tensor
-    groups: torch.Tensor
-    offsets: torch.Tensor | None
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-
-@triton.jit
-def _last(words):
-    """Returns 1 + q / 16 in float32, where q are the bits 19 to 22."""
-    if INTERPRETED:
-        return ((words & 0x00780000) | 0x3F800000).to(tl.float32, bitcast=True)
-    return tl.inline_asm_elementwise(
-        "lop3.b32 $0, $1, 0x00780000, 0x3F800000, 0xEA;", "=r,r", [words], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _next_to_last(words):
-    """Returns 1 + q / 256 in float32, where q are the bits 15 to 18."""
-    if INTERPRETED:
-        return ((words & 0x00078000) | 0x3F800000).to(tl.float32, bitcast=True)
-    return tl.inline_asm_elementwise(
-        "lop3.b32 $0, $1, 0x00078000, 0x3F800000, 0xEA;", "=r,r", [words], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _add_quarter(total, words, even, odd, Q: tl.constexpr):
-    """Adds the products of two of the eight numbers of each word [n, C] with even and odd [C] to total. The products
-    are (1 + q / 16) · x for odd Q, and (16 + q / 16) · x for even Q. One shift serves both."""
-    low = words << (15 if Q < 2 else 7)
-    high = words >> (1 if Q < 2 else 9)
-    if Q % 2:
-        total += _last(low) * even[None, :]
-        total += _last(high) * odd[None, :]
-    else:
-        total += _next_to_last(low) * (even * 16.0)[None, :]
-        total += _next_to_last(high) * (odd * 16.0)[None, :]
-    return total
-
-
-@triton.jit
-def _loaded(at, inside, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(at, eviction_policy="evict_first")
-    return tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _group_factors(at, inside, SHARE: tl.constexpr, EVEN: tl.constexpr):
-    """Returns the SHARE factors [n, B] of the groups of each tile."""
-    found = ()
-    for g in tl.static_range(SHARE):
-        found = found + (_loaded(at + g * 128, inside, EVEN),)  # type: ignore[assignment]  # noqa: RUF005
-    return found
-
-
-@triton.jit
-def _spread(factors, by, WORDS: tl.constexpr):
-    """Returns by · factors [n, B] in float32, each WORDS times: [n, B · WORDS]."""
-    wide = factors.to(tl.float32) * by
-    return tl.broadcast_to(wide[:, :, None], [wide.shape[0], wide.shape[1], WORDS]).reshape(
-        [wide.shape[0], wide.shape[1] * WORDS]
-    )
-
-
-@triton.jit
-def _pair(at, inside, EVEN: tl.constexpr):
-    """Returns the two bfloat16 numbers of each 32-bit word, in float32."""
-    pair = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
-    return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _normalised(v, rstd, gain):
-    return ((v * rstd).to(tl.bfloat16).to(tl.float32) * gain).to(tl.bfloat16).to(tl.float32)
-
-
-@triton.jit
-def _add_tiles(acc, words, factors, moved, x, gain, rstd, inside, GROUP, P, OFFSETS, NORM, EVEN):
-    """Adds the products of the numbers `words` [n, C] with their columns of x to acc [n, C]."""
-    part = tl.zeros(acc.shape, tl.float32)
-    middle = tl.zeros([acc.shape[1]], tl.float32)
-    plain = tl.zeros([acc.shape[1]], tl.float32)
-    for q in tl.static_range(4):
-        even, odd = _pair(x + q * P // 2, inside, EVEN)
-        if NORM:
-            gain_even, gain_odd = _pair(gain + q * P // 2, inside, EVEN)
-            even = _normalised(even, rstd, gain_even)
-            odd = _normalised(odd, rstd, gain_odd)
-        part = _add_quarter(part, words, even, odd, q)
-        middle += (even + odd) * (1.5 if q % 2 else 16.5)
-        plain += even + odd
-        if (q + 1) * P % GROUP == 0:
-            part -= middle[None, :]
-            if OFFSETS:
-                part += _spread(moved[q * P // GROUP], 1.0 / 16, P // 2) * plain[None, :]
-            acc += part * _spread(factors[q * P // GROUP], 16.0, P // 2)
-            part = tl.zeros(acc.shape, tl.float32)
-            middle = tl.zeros([acc.shape[1]], tl.float32)
-            plain = tl.zeros([acc.shape[1]], tl.float32)
-    return acc
-
-
-@triton.jit
-def _one_kernel(
-    x, w, groups, offsets, scale, y, norm_weight, residual, N, K: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr,
-    EPS: tl.constexpr, OFFSETS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE_UP: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
-):
-    """x, w and norm_weight are 32-bit words: two activations, or eight numbers of two neighbouring columns."""
-    WORDS: tl.constexpr = P // 2  # of a row of a tile
-    TILES: tl.constexpr = K // (4 * P)
-    CHUNKS: tl.constexpr = (TILES + BLOCK_B - 1) // BLOCK_B
-    EVEN: tl.constexpr = TILES % BLOCK_B == 0
-    SHARE: tl.constexpr = 4 * P // GROUP  # groups of a row of a tile
-    first = tl.program_id(0) * BLOCK_N
-    r = tl.arange(0, BLOCK_N)
-    b = tl.arange(0, BLOCK_B)
-    c = tl.arange(0, BLOCK_B * WORDS)
-    up = (N // 128).to(tl.int64) * TILES * 128
-    row = (first // 128).to(tl.int64) * TILES * 128 + first % 128 + r[:, None]
-    at = w + row * WORDS + (c // WORDS * 128 * WORDS + c % WORDS)[None, :]
-    row = (first // 128).to(tl.int64) * SHARE * TILES * 128 + first % 128 + r[:, None]
-    at_groups = groups + row + b[None, :] * SHARE * 128
-    at_offsets = offsets + row + b[None, :] * SHARE * 128 if OFFSETS else at_groups
-    at_x = c // WORDS * 2 * P + c % WORDS
-    inside = c // WORDS < TILES
-    in_groups = (b < TILES)[None, :]
-    # The first chunk and its scales do not depend on the previous kernel.
-    words = _loaded(at, inside[None, :], EVEN)
-    factors = _group_factors(at_groups, in_groups, SHARE, EVEN)
-    moved = _group_factors(at_offsets, in_groups, SHARE, EVEN) if OFFSETS else factors
-    if GATE_UP:
-        words2 = _loaded(at + up * WORDS, inside[None, :], EVEN)
-        factors2 = _group_factors(at_groups + up * SHARE, in_groups, SHARE, EVEN)
-        moved2 = _group_factors(at_offsets + up * SHARE, in_groups, SHARE, EVEN) if OFFSETS else factors2
-    by_row = tl.load(scale + first + r)
-    after_previous(PDL)
-    rstd = 1.0
-    if NORM:
-        square = tl.zeros([BLOCK_B * WORDS], tl.float32)
-        for chunk in tl.range(0, CHUNKS, num_stages=1):
-            for q in tl.static_range(4):
-                even, odd = _pair(
-                    x + at_x + chunk * BLOCK_B * 2 * P + q * WORDS, chunk * BLOCK_B + c // WORDS < TILES, EVEN
-                )
-                square += even * even + odd * odd
-        rstd = tl.rsqrt(tl.sum(square, 0) / K + EPS)
-    gain = norm_weight + at_x if NORM else x + at_x
-    acc = tl.zeros([BLOCK_N, BLOCK_B * WORDS], tl.float32)
-    acc = _add_tiles(acc, words, factors, moved, x + at_x, gain, rstd, inside, GROUP, P, OFFSETS, NORM, EVEN)
-    acc2 = tl.zeros([BLOCK_N, BLOCK_B * WORDS], tl.float32)
-    if GATE_UP:
-        acc2 = _add_tiles(acc2, words2, factors2, moved2, x + at_x, gain, rstd, inside, GROUP, P, OFFSETS, NORM, EVEN)
-    for chunk in tl.range(1, CHUNKS, num_stages=1):
-        inside = chunk * BLOCK_B + c // WORDS < TILES
-        in_groups = (chunk * BLOCK_B + b < TILES)[None, :]
-        on = chunk * BLOCK_B * 128
-        there, to_gain = x + at_x + chunk * BLOCK_B * 2 * P, gain + chunk * BLOCK_B * 2 * P
-        words = _loaded(at + on * WORDS, inside[None, :], EVEN)
-        factors = _group_factors(at_groups + on * SHARE, in_groups, SHARE, EVEN)
-        moved = _group_factors(at_offsets + on * SHARE, in_groups, SHARE, EVEN) if OFFSETS else factors
-        acc = _add_tiles(acc, words, factors, moved, there, to_gain, rstd, inside, GROUP, P, OFFSETS, NORM, EVEN)
-        if GATE_UP:
-            words = _loaded(at + (up + on) * WORDS, inside[None, :], EVEN)
-            factors = _group_factors(at_groups + (up + on) * SHARE, in_groups, SHARE, EVEN)
-            moved = _group_factors(at_offsets + (up + on) * SHARE, in_groups, SHARE, EVEN) if OFFSETS else factors
-            acc2 = _add_tiles(acc2, words, factors, moved, there, to_gain, rstd, inside, GROUP, P, OFFSETS, NORM, EVEN)
-    dtype = y.dtype.element_ty
-    total = (tl.sum(acc, 1) * by_row).to(dtype)
-    if GATE_UP:
-        total = silu_times(total, tl.sum(acc2, 1) * tl.load(scale + N + first + r), dtype).to(dtype)
-    if RESIDUAL:
-        total = (total.to(tl.float32) + tl.load(residual + first + r).to(tl.float32)).to(dtype)
-    tl.store(y + first + r, total)
-
-
-ONE = 8, 4096, 4  # rows of a program, columns that it reads at a time, warps: the fastest measured
-
-
-def one(
-    x: torch.Tensor, w: FourBitMatrix, *, norm: tuple[torch.Tensor, float] | None = None,
-    residual: torch.Tensor | None = None, gate_up: bool = False, out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Returns the same as engine.kernels.gemv.gemv, for x [1, K]."""
-    n, k = w.shape[0] // 2 if gate_up else w.shape[0], w.shape[1]
-    out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
-    block_n, columns, warps = ONE
-    block_n = block_n // 2 if gate_up else block_n
-    width = w.values.shape[-1]
-    tiles = triton.next_power_of_2(min(columns, k) // (4 * width))
-    weight, eps = norm or (None, 0.0)
-    _one_kernel[(n // block_n,)](
-        x.view(torch.int32), w.values.view(torch.int32), w.groups, w.offsets, w.scale, out,
-        None if weight is None else weight.view(torch.int32), residual, n, K=k, GROUP=k // w.groups.shape[1], P=width,
-        EPS=eps, OFFSETS=w.offsets is not None, NORM=norm is not None, RESIDUAL=residual is not None, GATE_UP=gate_up,
-        BLOCK_N=block_n, BLOCK_B=tiles, num_warps=warps, **overlap(),
-    )
-    return out
 
 
 @triton.jit
@@ -285,6 +75,34 @@ def _waited(acc):
     return tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
+@triton.jit
+def _row_of(t, row, column, COLUMNS: tl.constexpr):
+    return read_tile(t, row, column, None, 128, 1, COLUMNS).reshape([COLUMNS])
+
+
+@triton.jit
+def add_quarter(
+    acc, total, words, b, groups, offsets, g, column, Q: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
+    OFFSETS: tl.constexpr, SCALED: tl.constexpr,
+):
+    """Returns acc and total after the products of one of the four numbers of each word [n, C] with b [m, C]. g, column:
+    the place of the factors of these n rows. The products are summed in acc if SCALED; if not, in total, which is
+    multiplied by the factors and added to acc at the end of a group."""
+    less = tl.full([words.shape[0]], -136.0, b.dtype)
+    if OFFSETS:
+        less = (_row_of(offsets, g, column, words.shape[0]) - 136.0).to(b.dtype)  # whole numbers: exact
+    a = _numbers(words, less[:, None], Q)
+    if SCALED:
+        factors = _row_of(groups, g, column, words.shape[0]).to(b.dtype)
+        acc = tl.dot(_times(a, factors[:, None]), b.T, acc)
+    else:
+        total = tl.dot(a, b.T, total)
+        if (Q + 1) * P % GROUP == 0:
+            acc += total * _row_of(groups, g, column, words.shape[0]).to(tl.float32)[:, None]
+            total = tl.zeros(acc.shape, tl.float32)
+    return acc, total
+
+
 @triton.jit(do_not_specialize=["M", "WHOLE"])  # one compiled program for any number of tokens
 def _few_kernel(
     x, w, groups, offsets, scale, y, halves, counters, M, N, WHOLE, K: tl.constexpr, GROUP: tl.constexpr,
@@ -305,35 +123,25 @@ def _few_kernel(
         first = half * STEPS // 2
         end = (half + 1) * STEPS // 2
     wide = tl.cdiv(M, BLOCK_M)
-    tile = unit // wide
+    n0 = unit // wide * BLOCK_N
     m0 = unit % wide * BLOCK_M
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = n0 + tl.arange(0, BLOCK_N)
     m = m0 + tl.arange(0, BLOCK_M)
     by_row = tl.load(scale + n)
-    row = tile * BLOCK_N // 128 * TILES * 128 + tile * BLOCK_N % 128
-    at_group = tile * BLOCK_N // 128 * TILES * SHARE
-    column = tile * BLOCK_N % 128
+    column = n0 % 128
+    row = n0 // 128 * TILES * 128 + column
+    at_group = n0 // 128 * TILES * SHARE
     after_previous(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for i in tl.range(first, end, num_stages=STAGES):
-        t = i * WIDTH // P
-        piece = i * WIDTH % P  # of the words of a row
-        words = w.load([row + t * 128, piece])
+        t = i // (P // WIDTH)
+        piece = i % (P // WIDTH) * WIDTH  # of the words of a row; written so, it is known to be a multiple
+        words = read_tile(w, row + t * 128, piece, None, P, BLOCK_N, WIDTH)
         total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for q in tl.static_range(4):
             g = at_group + t * SHARE + q * P // GROUP
-            b = x.load([m0, t * 4 * P + q * P + piece])  # rows past M are zeros
-            less = tl.full([BLOCK_N], -136.0, b.dtype)
-            if OFFSETS:
-                less = (offsets.load([g, column]).reshape([BLOCK_N]) - 136.0).to(b.dtype)  # whole numbers: exact
-            a = _numbers(words, less[:, None], q)
-            if SCALED:
-                acc = tl.dot(_times(a, groups.load([g, column]).reshape([BLOCK_N]).to(b.dtype)[:, None]), b.T, acc)
-            else:
-                total = tl.dot(a, b.T, total)
-                if (q + 1) * P % GROUP == 0:
-                    acc += total * groups.load([g, column]).reshape([BLOCK_N]).to(tl.float32)[:, None]
-                    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            b = read_tile(x, m0, t * 4 * P + q * P + piece, M, K, BLOCK_M, WIDTH)
+            acc, total = add_quarter(acc, total, words, b, groups, offsets, g, column, q, P, GROUP, OFFSETS, SCALED)
         if SCALED:
             acc = _waited(acc)
     acc *= by_row[:, None]
@@ -362,7 +170,7 @@ class Form(NamedTuple):
     warps: int
     stages: int
     scaled: bool  # the factors of groups multiply the weights, not the sums: then the weights are rounded to bfloat16
-    programs: int = 1  # that run on a processor at the same time, of 8 warps: 2 have 128 registers each
+    programs: int = 1  # that run on a processor at the same time
     parts: int = 1  # parts of K, which the next norm sums
 
 
@@ -372,11 +180,17 @@ def few_form(m: int, w: FourBitMatrix, in_parts: bool) -> Form:
     if m <= 32:
         form = Form(max(16, triton.next_power_of_2(m)), 128 if in_parts else 64, 64, 4, 4, scaled=False)
     elif m <= 64:
-        form = Form(64, 128, 64, 8, 4, scaled=False)
+        form = Form(64, 64, 64, 4, 2 if n >= WIDE else 3, scaled=False, programs=3 if n >= WIDE else 2)
     elif m <= 128:
-        form = Form(64, 128, 64, 8, 2, scaled=True, programs=2)
+        form = Form(128, 64, 32, 4, 2, scaled=True, programs=3)
+        if n < WIDE:
+            form = Form(64, 128, 64, 8, 2, scaled=True, programs=2)
     else:
-        form = Form(128, 128, 32, 8, 2, scaled=True, programs=2)
+        form = Form(128, 128, 32, 4, 2, scaled=True, programs=2)
+        if n < WIDE and not in_parts:
+            form = Form(128, 64, 32, 4, 2, scaled=True, programs=4)
+    if m > 64 and card().capability[0] not in (9, 10):  # the operands of other tensor cores take more registers
+        form = form._replace(block_n=128, warps=8, programs=1)
     parts, tiles, most = 1, k // (4 * width), 8 if m <= 32 and k > 8192 else 4
     units = triton.cdiv(m, form.block_m) * n // form.block_n
     while in_parts and parts < most and 2 * parts * units <= 256 and tiles % (2 * parts) == 0:
@@ -389,6 +203,14 @@ def few_form(m: int, w: FourBitMatrix, in_parts: bool) -> Form:
 def _counters(device: torch.device) -> torch.Tensor:
     """Returns counters, which are 0 before and after each launch."""
     return torch.zeros(2 * card().processors, dtype=torch.int32, device=device)
+
+
+def loads(width: int, stages: int, tokens: int, rows: int) -> tuple[int, int]:
+    """Returns how many words of a row are loaded at a time, and how many times ahead: fewer if two loads of words
+    [rows, width] and activations [tokens, 4 · width] do not fit into the shared memory."""
+    while fitting(2, 2 * width * (4 * tokens + rows) + 1024) < 2 and width > 16:
+        width //= 2
+    return width, fitting(stages, 2 * width * (4 * tokens + rows) + 1024)
 
 
 def few(x: torch.Tensor, w: FourBitMatrix, form: Form, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -404,16 +226,17 @@ def few(x: torch.Tensor, w: FourBitMatrix, form: Form, out: torch.Tensor | None 
     left = units % room if form.parts == 1 and k >= SHARED else 0
     left = left if 2 * left <= room else 0
     halves = torch.empty(2 * left * form.block_m * form.block_n, dtype=torch.float32, device=x.device)
-    stage = 2 * form.width * (4 * form.block_m + form.block_n) + 1024
+    registers = 65536 // (32 * form.warps * form.programs) // 8 * 8
+    columns, stages = loads(form.width, form.stages, form.block_m, form.block_n)
     factors, moved = (None if t is None else t.view(-1, TILE) for t in (w.groups, w.offsets))
-    described = (None if t is None else TensorDescriptor.from_tensor(t, [1, form.block_n]) for t in (factors, moved))
-    tiles = TensorDescriptor.from_tensor(w.values.view(-1, width), [form.block_n, form.width])
+    described = (None if t is None else tiles_of(t, [1, form.block_n]) for t in (factors, moved))
+    tiles = tiles_of(w.values.view(-1, width), [form.block_n, columns])
     _few_kernel[(units + left, form.parts)](
-        TensorDescriptor.from_tensor(x, [form.block_m, form.width]), tiles, *described, w.scale, y, halves,
+        tiles_of(x, [form.block_m, columns]), tiles, *described, w.scale, y, halves,
         _counters(x.device), m, n, units - left, K=k, GROUP=k // w.groups.shape[1], P=width,
-        OFFSETS=moved is not None, SCALED=form.scaled, WIDTH=form.width, BLOCK_M=form.block_m, BLOCK_N=form.block_n,
-        SPLIT_K=form.parts, STAGES=fitting(form.stages, stage), num_warps=form.warps,
-        maxnreg=128 if form.programs > 1 else None, **overlap(),
+        OFFSETS=moved is not None, SCALED=form.scaled, WIDTH=columns, BLOCK_M=form.block_m, BLOCK_N=form.block_n,
+        SPLIT_K=form.parts, STAGES=stages, num_warps=form.warps,
+        maxnreg=registers if registers < 248 else None, **overlap(),
     )
     return y
 
@@ -465,6 +288,13 @@ def product(x: torch.Tensor, w: FourBitMatrix, out: torch.Tensor | None = None) 
         return one(x, w, out=out)
     if len(x) > FEW:
         return torch.mm(x, expand(w).t(), out=out)
+    many = len(x) > MANY and w.shape[0] >= WIDE and card().capability == (9, 0)
+    if many and triton.__version__.startswith("3.6."):  # Gluon's names change from version to version
+        from engine.kernels import four_bits_many
+
+        if four_bits_many.has(w):
+            out = torch.empty(len(x), w.shape[0], dtype=x.dtype, device=x.device) if out is None else out
+            return four_bits_many.product(x.contiguous(), w, _counters(x.device), out)
     form = few_form(len(x), w, in_parts=False)
     return few(x.contiguous(), w, form, None if out is None else out[None])[0]
 

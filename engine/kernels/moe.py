@@ -16,16 +16,14 @@ At Qwen3-30B-A3B's shape, up to 256 tokens, nearly all the time is spent on read
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels import moe_fp8
-from engine.kernels.card import after_previous, card, fitting, overlap
-from engine.kernels.gemv import ScaledMatrix
+from engine.kernels import moe_fp8, moe_int4
+from engine.kernels.card import after_previous, card, fitting, overlap, read_tile, tiles_of
 from engine.kernels.moe_route import Routes, add_product, by_output, by_pair, route, store_weighted
 from engine.kernels.moe_tiles import Tiles, tiles_for
 from engine.kernels.norms import silu_times
@@ -66,8 +64,8 @@ def _gate_up_kernel(
             a = tl.load(at + k0)
         else:
             a = tl.load(at + k0, mask=(k < H - k0)[None, :], other=0.0)
-        b = w.load([gate, k0])
-        b2 = w.load([gate + INNER, k0])
+        b = read_tile(w, gate, k0, gate - n0 + INNER, H, BLOCK_N, BLOCK_K)
+        b2 = read_tile(w, gate + INNER, k0, gate - n0 + 2 * INNER, H, BLOCK_N, BLOCK_K)
         acc = add_product(acc, b, a, NARROW)
         acc2 = add_product(acc2, b2, a, NARROW)
     dtype = inner.dtype.element_ty
@@ -101,8 +99,9 @@ def _down_tile(
     rows = tl.load(tile + 2)
     acc = tl.zeros([BLOCK_N, BLOCK_M] if NARROW else [BLOCK_M, BLOCK_N], tl.float32)
     for k0 in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
-        a = inner.load([first, k0])  # rows after the tile's pairs are zeros or another tile's; they are not stored
-        acc = add_product(acc, w.load([at, k0]), a, NARROW)
+        # Rows after the tile's pairs are zeros or another tile's; they are not stored.
+        a = read_tile(inner, first, k0, first + rows, INNER, BLOCK_M, BLOCK_K)
+        acc = add_product(acc, read_tile(w, at, k0, at - n0 + H, INNER, BLOCK_N, BLOCK_K), a, NARROW)
     n = n0 + tl.arange(0, BLOCK_N)
     if HAS_BIAS:
         acc += by_output(tl.load(bias + at - n0 + n, mask=n < H, other=0.0).to(tl.float32), NARROW)
@@ -160,7 +159,7 @@ def products(
     count, (n, k, warps, stages) = len(routes.tiles), tiles.gate_up
     gate_up_bias, down_bias, limit, alpha = clamped or (None, None, 0.0, 0.0)
     k = min(k, max(16, triton.next_power_of_2(hidden)))
-    w = TensorDescriptor.from_tensor(gate_up.view(experts * 2 * inner_size, hidden), [n, k])
+    w = tiles_of(gate_up.view(experts * 2 * inner_size, hidden), [n, k])
     _gate_up_kernel[(count * triton.cdiv(inner_size, n),)](
         x, w, gate_up_bias, inner, routes.order, routes.tiles, H=hidden, INNER=inner_size, TOP=per_token, LIMIT=limit,
         ALPHA=alpha, BLOCK_M=tiles.rows, BLOCK_N=n, BLOCK_K=k, NARROW=tiles.narrow,
@@ -172,8 +171,8 @@ def products(
     persistent = tiles.rows >= 128
     if persistent:
         programs = min(programs, card().processors)
-    rows = TensorDescriptor.from_tensor(inner, [tiles.rows, k])
-    w = TensorDescriptor.from_tensor(down.view(experts * hidden, inner_size), [n, k])
+    rows = tiles_of(inner, [tiles.rows, k])
+    w = tiles_of(down.view(experts * hidden, inner_size), [n, k])
     _down_kernel[(programs,)](
         rows, w, down_bias, out, routes.order, routes.tiles, routes.weights, H=hidden, INNER=inner_size,
         HAS_BIAS=clamped is not None, BLOCK_M=tiles.rows, BLOCK_N=n, BLOCK_K=k, NARROW=tiles.narrow,
@@ -195,16 +194,22 @@ def total(each: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def each_expert(
-    x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tensor | ScaledMatrix,
-    per_token: int, normalised: bool, load: torch.Tensor, live: torch.Tensor | None = None,
-    router_bias: torch.Tensor | None = None, clamped: Clamped | None = None,
+    x: torch.Tensor, router: torch.Tensor, gate_up: Any, down: Any, per_token: int, normalised: bool,
+    load: torch.Tensor, live: torch.Tensor | None = None, router_bias: torch.Tensor | None = None,
+    clamped: Clamped | None = None,
 ) -> torch.Tensor:
     """Returns the weighted output [T, K, H] of each token's experts, for x [T, H]. The caller sums it over K. The
-    weights are tensors, or matrices of e4m3 numbers (moe_fp8.py). Adds the number of tokens of each expert to load
-    int64 [E]. `live` int32 [1]: only the first `live` tokens are counted, and only their rows are written."""
-    tiles = tiles_for(len(x), per_token, len(router), eight_bits=not isinstance(gate_up, torch.Tensor))
+    weights are tensors, or matrices of e4m3 (moe_fp8.py) or 4-bit numbers (moe_int4.py). Adds the number of tokens of
+    each expert to load int64 [E]. `live` int32 [1]: only the first `live` tokens are counted, and only their rows are
+    written."""
+    bits = bits_of(gate_up)
+    tiles = tiles_for(len(x), per_token, len(router), bits)
     routes = route(x, router, per_token, normalised, load, tiles.rows, live, router_bias)
-    if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
+    if bits == 16:
         return products(x, gate_up, down, routes, tiles, clamped)
-    assert not isinstance(gate_up, torch.Tensor) and not isinstance(down, torch.Tensor), "both are of the same kind"
-    return moe_fp8.products(x, gate_up, down, routes, tiles)
+    return (moe_int4 if bits == 4 else moe_fp8).products(x, gate_up, down, routes, tiles)
+
+
+def bits_of(weights: Any) -> int:
+    """Returns the bits of a number: 16 of a tensor, 8 of e4m3 numbers, 4 of numbers in groups."""
+    return 16 if isinstance(weights, torch.Tensor) else 4 if hasattr(weights, "groups") else 8

@@ -1,4 +1,4 @@
-"""The tiles of the products of a mixture of experts, for moe.py and moe_fp8.py: the fastest in measurements."""
+"""The tiles of the products of a mixture of experts, by the bits of a weight: the fastest in measurements."""
 
 from __future__ import annotations
 
@@ -42,16 +42,25 @@ EIGHT_BITS = (  # gate_up rounds its result in groups of its n columns; down tak
 )
 
 
-def tiles_for(tokens: int, per_token: int, experts: int, *, eight_bits: bool = False) -> Tiles:
-    """Returns the tiles for a number of tokens. `eight_bits`: for weights of 8 bits."""
+FOUR_BITS = (  # k: words of a row that are loaded at a time
+    (10, Tiles(16, True, Tile(64, 64, 4, 4), Tile(64, 64, 4, 3))),
+    (20, Tiles(32, True, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))),
+    (64, Tiles(64, True, Tile(64, 64, 4, 2), Tile(128, 64, 8, 2))),
+    (math.inf, Tiles(128, True, Tile(128, 32, 8, 3), Tile(128, 32, 8, 4))),
+)
+BY_BITS = {4: FOUR_BITS, 8: EIGHT_BITS, 16: SIXTEEN_BITS}
+
+
+def tiles_for(tokens: int, per_token: int, experts: int, bits: int = 16) -> Tiles:
+    """Returns the tiles for a number of tokens and for weights of so many bits."""
     per_expert = tokens * per_token / experts
-    return next(tiles for most, tiles in (EIGHT_BITS if eight_bits else SIXTEEN_BITS) if per_expert <= most)
+    return next(tiles for most, tiles in BY_BITS[bits] if per_expert <= most)
 
 
-def forms(most: int, hidden: int, experts: int, per_token: int, *, eight_bits: bool = False) -> list[int]:
+def forms(most: int, hidden: int, experts: int, per_token: int, bits: int = 16) -> list[int]:
     """Returns one step size, in tokens, for each form of the kernels that steps of up to `most` tokens use."""
     found: dict[tuple[Tiles, Form], int] = {}
     for tokens in range(1, most + 1):
-        tiles = tiles_for(tokens, per_token, experts, eight_bits=eight_bits)
+        tiles = tiles_for(tokens, per_token, experts, bits)
         found.setdefault((tiles, form_for(tokens, hidden, experts, per_token, tiles.rows)), tokens)
     return list(found.values())

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.card import fitting
+from engine.kernels.card import OVERLAP, card, fitting
 from engine.kernels.decode_attention import capped
 
 LOG2E = 1.4426950408889634
@@ -280,6 +280,8 @@ def prefill_attention(
     # A stage holds a tile of keys and one of values; the queries stay in shared memory, too.
     stages = fitting(3, 2 * tile * head_dim * k_cache.dtype.itemsize, block_m * head_dim * q.dtype.itemsize)
     keys = values = None
+    if card().capability < OVERLAP:
+        dense = None  # Triton would make loads of single numbers from descriptors
     if dense is not None:
         keys, values = (
             TensorDescriptor(x, [x.shape[0], kv_heads * head_dim], [x.stride(0), 1], [tile, head_dim]) for x in dense

@@ -186,7 +186,7 @@ def kinds_on_gpu(config: ModelConfig, machine: Machine) -> dict[str, str]:
         with suppress(EngineError):
             check_kept(config, torch.device("cuda"))
             return {KEPT: "yes, in 8 bits as stored"}
-    if config.experts is None and machine.capability >= (8, 0):
+    if machine.capability >= (8, 0):
         with suppress(EngineError):
             check_four_bits(config, Int4Tiles)
             if matrices("int4", config, torch.bfloat16) is not Int4Tiles:

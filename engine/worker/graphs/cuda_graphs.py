@@ -38,10 +38,10 @@ from engine.core.step import StepPlan
 from engine.groups import paged_groups
 from engine.kernels.batch_state import HEADER, prepare
 from engine.kernels.decode_attention import PROGRAMS, num_splits
+from engine.kernels.moe import bits_of
 from engine.kernels.moe_tiles import forms
 from engine.model.experts import Experts
 from engine.model.four_bits import Int4Tiles
-from engine.model.linear import ByteWeight
 from engine.progress import Progress
 from engine.worker.batch import Changes
 from engine.worker.graphs.capture import Captures
@@ -300,9 +300,9 @@ def forms_of_steps(loaded: LoadedModel) -> list[int]:
     sizes = {min(size, most) for size in WARM_UP_TOKENS}
     if experts is not None:
         mixtures = [layer.mlp for layer in loaded.model.layers if isinstance(layer.mlp, Experts)]
-        for eight_bits in {isinstance(mlp.gate_up, ByteWeight) for mlp in mixtures}:
+        for bits in {bits_of(mlp.gate_up) for mlp in mixtures}:
             shape = most, loaded.model_config.hidden_size, experts.count, experts.per_token
-            sizes.update(forms(*shape, eight_bits=eight_bits))
+            sizes.update(forms(*shape, bits))
     return sorted(sizes)
 
 

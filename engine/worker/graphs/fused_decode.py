@@ -234,7 +234,10 @@ def _quantised(x: torch.Tensor, w: Matrix, *, silu: bool, in_parts: bool) -> tor
 
 
 def _is_plain(layer: Layer) -> bool:
-    """Returns True if the one-token kernels support the layer: it has no biases and not too many experts."""
+    """Returns True if the one-token kernels support the layer: no biases, not too many experts, none in 4 bits."""
     mlp = layer.mlp
-    plain = mlp.down_bias is None if isinstance(mlp, DenseMLP) else mlp.config.count <= MOST_EXPERTS
+    if isinstance(mlp, DenseMLP):
+        plain = mlp.down_bias is None
+    else:
+        plain = mlp.config.count <= MOST_EXPERTS and not isinstance(mlp.down, Int4Tiles)
     return plain and layer.qkv_bias is None and layer.output_bias is None

@@ -49,7 +49,7 @@ def matrices(kind: str, model: ModelConfig, dtype: torch.dtype) -> type[ByteWeig
     if model.packing is None or found is None or not issubclass(found, Int4Weight):
         return found
     stored = found.of(model.packing)
-    if stored is None or any(size % stored.group for size in sizes[:3]):
+    if stored is None or any(size % stored.group for size in sizes[:-1]):
         return found
     return stored
 
@@ -200,7 +200,7 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
         raise EngineError(f"{kind} weights need {wanted} activations, but the dtype is {dtype}: use {wanted}")
     if ranks > 1 and kind != KEPT and (cpu or kind != "int4"):
         raise EngineError(f"{kind} weights support only one rank, but tensor_parallel_size is {ranks}: use 1")
-    if model.experts is not None and kind not in (KEPT, "fp8"):
+    if model.experts is not None and kind not in (KEPT, "fp8") and (cpu or kind != "int4"):
         raise EngineError(
             f"{kind} weights support only dense models, but {model.architecture} has experts: use --quantization none"
         )
@@ -228,10 +228,7 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
 def check_fp8_sizes(model: ModelConfig) -> None:
     """Raise EngineError if the kernels for fp8 weights do not support the model's shape."""
     experts, inner = model.experts, model.num_heads * model.head_dim
-    if experts is not None and experts.biases:
-        raise EngineError(
-            f"fp8 weights do not support experts with biases, which {model.architecture} has: use --quantization none"
-        )
+    check_no_biases("fp8", model)
     sizes = {"hidden_size": model.hidden_size, "heads times head_dim": inner}
     if experts is None or not all(experts.layers):
         sizes["intermediate_size"] = model.intermediate_size
@@ -249,9 +246,19 @@ def check_fp8_sizes(model: ModelConfig) -> None:
         )
 
 
+def check_no_biases(kind: str, model: ModelConfig) -> None:
+    """Raise EngineError if the model's experts have biases: only our kernels for 16 bits have them."""
+    if model.experts is not None and model.experts.biases:
+        raise EngineError(
+            f"{kind} weights do not support experts with biases, which {model.architecture} has: use --quantization "
+            "none"
+        )
+
+
 def check_four_bits(model: ModelConfig, kind: type[Int4Weight], ranks: int = 1) -> None:
     """Raise EngineError if the kernels for 4-bit weights of this class do not support the model's shape."""
     other = "none" if kind is Int4Tiles else "int8"
+    check_no_biases("int4", model)
     sizes = _four_bit_sizes(model)
     if kind is Int4Tiles and (delta := model.delta) is not None:
         sizes += ("the width of a delta rule's keys", delta.key_heads * delta.key_dim, TILE),
@@ -268,12 +275,15 @@ def check_four_bits(model: ModelConfig, kind: type[Int4Weight], ranks: int = 1) 
 
 
 def _four_bit_sizes(model: ModelConfig) -> tuple[tuple[str, int, int], ...]:
-    """Returns (name, size, what the size must be a multiple of). The first three are the lengths of rows."""
-    return (
-        ("hidden_size", model.hidden_size, 32), ("heads times head_dim", model.num_heads * model.head_dim, 32),
-        ("intermediate_size", model.intermediate_size, 32),
-        ("key/value heads times head_dim", model.num_kv_heads * model.head_dim, 16),
-    )
+    """Returns (name, size, what the size must be a multiple of). All but the last are the lengths of rows."""
+    experts, heads = model.experts, model.num_heads * model.head_dim
+    sizes = {"hidden_size": model.hidden_size, "heads times head_dim": heads}
+    if experts is None or not all(experts.layers):
+        sizes["intermediate_size"] = model.intermediate_size
+    if experts is not None:
+        sizes["the inner size of an expert"] = experts.inner_size
+    kv = "key/value heads times head_dim", model.num_kv_heads * model.head_dim, 16
+    return (*((name, size, 32) for name, size in sizes.items()), kv)
 
 
 def check_kept(model: ModelConfig, device: torch.device) -> None:

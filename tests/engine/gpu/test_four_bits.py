@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 from engine.llm import LLM
 from engine.model import ops as reference_ops
+from engine.model.config import ExpertsConfig
+from engine.model.experts import Experts
 from engine.model.four_bits import Int4Tiles
 from engine.params import SamplingParams
 
@@ -21,24 +23,31 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from engine.kernels import four_bits  # noqa: E402
+from engine.kernels import four_bits, moe, moe_int4  # noqa: E402
+from engine.kernels.moe_route import route  # noqa: E402
+from engine.kernels.moe_tiles import tiles_for  # noqa: E402
+from engine.worker.graphs import fused_ops as ops  # noqa: E402
 from tests.engine.gpu.test_eight_bits import LENGTHS, SHAPE_8, STORED, distance  # noqa: E402
 from tests.engine.gpu.test_engine import OPTIONS, ids_of  # noqa: E402
-from tests.engine.gpu.test_kernels import BOUND, DEVICE, error, normal  # noqa: E402
+from tests.engine.gpu.test_kernels import BOUND, DEVICE, DTYPE, error, normal  # noqa: E402
+from tests.engine.gpu.test_moe import chosen_in, sum_of  # noqa: E402
+from tests.engine.gpu.test_moe_fp8 import SIZES, assert_near  # noqa: E402
 from tests.engine.model.test_packed import FOUR_BITS  # noqa: E402
 from tests.support.models import Driver, make_runner, reference, save  # noqa: E402
 from tests.support.packing import FORMATS, quantise  # noqa: E402
 from tests.support.parity import below_best  # noqa: E402
 
 SHAPES = [(128, 128, 32, True), (1024, 1152, 64, False), (4096, 4096, 128, False), (2048, 12288, 64, True),
-          (4096, 12288, 128, True), (4096, 5120, 32, False)]
+          (4096, 12288, 128, True), (4096, 5120, 32, False), (17408, 1024, 128, False)]
 
 
-def matrix(n: int, k: int, group: int, offsets: bool) -> tuple[Int4Tiles, torch.Tensor]:
-    """A random matrix, and its values in float64. Row 3 has small numbers, row 4 has zeros."""
+def matrix(n: int, k: int, group: int, offsets: bool, narrow: bool = False) -> tuple[Int4Tiles, torch.Tensor]:
+    """A random matrix, and its values in float64. Row 3 has small numbers, row 4 has zeros. `narrow`: the others are
+    about as large as those of a model."""
     kind = type("Kind", (Int4Tiles,), {"__slots__": (), "group": group, "with_offsets": offsets})
     weight = kind.empty(n, k, DEVICE)
-    scales = (torch.rand(n, k // group, device=DEVICE) + 0.1) * torch.logspace(-2, 2, n, device=DEVICE)[:, None]
+    across = torch.full((n,), k**-0.5 / 8) if narrow else torch.logspace(-2, 2, n)
+    scales = (torch.rand(n, k // group, device=DEVICE) + 0.1) * across.to(DEVICE)[:, None]
     scales[3], scales[4] = 1e-6, 0
     moved = torch.randint(-7, 9, scales.shape, device=DEVICE) if offsets else None
     weight.store(0, torch.randint(0, 16, (n, k), dtype=torch.uint8, device=DEVICE), scales, moved)
@@ -55,7 +64,7 @@ def test_products_are_those_of_the_numbers(n: int, k: int, group: int, offsets: 
     if n % 256 == 0:
         gate, up = (normed @ wide.T).chunk(2, -1)
         assert error(four_bits.one(x, weight, norm=(norm, 1e-6), gate_up=True), F.silu(gate) * up) < 2 * BOUND
-    for m in (2, 16, 33, 64, 100, 256, 300):
+    for m in (2, 16, 33, 64, 100, 160, 256, 300):
         x, out = normal(m, k), torch.empty(m, n, dtype=torch.bfloat16, device=DEVICE)
         assert error(four_bits.product(x, weight, out), x.double() @ wide.T) < BOUND
         parts = four_bits.back_to_hidden(x, weight)
@@ -65,6 +74,58 @@ def test_products_are_those_of_the_numbers(n: int, k: int, group: int, offsets: 
         found = four_bits.back_to_hidden(gate_up, weight, silu=True, in_parts=False)
         assert error(found, inner @ wide.T) < 2 * BOUND
     assert four_bits.product(normal(0, k), weight).shape == (0, n)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 17, 64, 300, 2500])
+@pytest.mark.parametrize(
+    "shape", [(128, 8, 512, 384, 128, False), (6, 3, 256, 384, 32, True), (9, 4, 2048, 768, 64, True)]
+)
+def test_experts_of_4_bits_are_multiplied_as_they_are(tokens: int, shape: Any) -> None:
+    count, per_token, hidden, inner, group, offsets = shape
+    config = ExpertsConfig(count, per_token, inner, True, (True,))
+    experts, exact = (Experts(config, size, DTYPE, DEVICE, ops) for size in (hidden, 1))
+    experts.router.normal_(0, hidden**-0.5)
+    (experts.gate_up, wide), (experts.down, wide_down) = (
+        matrix(count * n, k, group, offsets, narrow=True) for n, k in ((2 * inner, hidden), (hidden, inner))
+    )
+    exact.gate_up, exact.down = wide.view(count, 2 * inner, hidden), wide_down.view(count, hidden, inner)
+    x = normal(tokens, hidden)
+    for pairs in (1, 20, 40, 500):  # of each expert
+        tiles = tiles_for(pairs, 1, 1, 4)
+        routes = route(x, experts.router, per_token, True, experts.load, tiles.rows)
+        wanted = sum_of(exact, x, routes.weights, chosen_in(routes, tokens * per_token).view(tokens, per_token))
+        each = moe_int4.products(x, experts.gate_up, experts.down, routes, tiles)
+        assert error(moe.total(each), wanted) < 2.5 * BOUND
+        assert torch.equal(each, moe_int4.products(x, experts.gate_up, experts.down, routes, tiles))
+    x[0] = torch.nan
+    found = experts(x)
+    assert not found[0].isfinite().any() and found[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("path", [{}, {"enforce_eager": True}])
+@pytest.mark.parametrize("name", ["awq", "symmetric"])
+def test_a_checkpoint_with_experts_of_4_bits_is_computed_as_it_is(
+    name: str, path: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FORMATS, name, FOUR_BITS[name])
+    theirs = reference("qwen3_moe", **SIZES).bfloat16()
+    quantise(theirs, save(theirs, tmp_path / "plain"), tmp_path / "m", name)
+    llm = LLM(str(tmp_path / "m"), **{**OPTIONS, "dummy_weights": False, **path})
+    layers = llm.engine.runner.loaded.model.layers  # type: ignore[attr-defined]
+    assert all(isinstance(layer.mlp.gate_up, Int4Tiles) and isinstance(layer.mlp.down, Int4Tiles) for layer in layers)
+    assert_near(llm, tmp_path / "m", (0.06, 0.06, 0.06))
+
+
+@pytest.mark.parametrize("path", [{}, {"enforce_eager": True}])
+def test_experts_are_rounded_to_4_bits_and_tokens_are_drawn_that_are_good_when_they_are_read(
+    path: dict[str, Any], tmp_path: Path
+) -> None:
+    directory = save(reference("qwen3_moe", **SIZES).bfloat16(), tmp_path / "m")
+    llm = LLM(str(directory), **{**OPTIONS, "dummy_weights": False, "quantization": "int4", **path})
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(0, 5000, int(rng.integers(20, 300))).tolist() for _ in range(20)]
+    replies = ids_of(llm.generate(texts, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), False))
+    assert max(below_best(llm, texts, replies)) < 0.2
 
 
 def test_a_row_that_is_not_finite_shows_and_changes_no_other() -> None:

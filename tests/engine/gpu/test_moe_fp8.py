@@ -65,7 +65,7 @@ def test_weights_of_8_bits_are_multiplied_as_they_are(tokens: int, shape: Any, k
     x = normal(tokens, hidden)
     x[:, 5] *= 100
     for pairs in (1, 20, 40, 500):  # of each expert
-        tiles = tiles_for(pairs, 1, 1, eight_bits=True)
+        tiles = tiles_for(pairs, 1, 1, 8)
         routes = route(x, experts.router, per_token, True, experts.load, tiles.rows)
         wanted = sum_of(exact, x, routes.weights, chosen_in(routes, tokens * per_token).view(tokens, per_token))
         each = moe_fp8.products(x, experts.gate_up, experts.down, routes, tiles)

@@ -4,16 +4,29 @@ launches overlap."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
 
-from engine.kernels import card, four_bits
+from engine.kernels import card
 from engine.kernels.card import Card
 
-Sizes = dict[str, int]  # kernel -> the largest number of bytes of shared memory of its forms
+
+class Size(NamedTuple):
+    """The most that a form of a kernel takes."""
+
+    shared: int = 0  # bytes of shared memory of a program
+    local: int = 0  # bytes of a thread outside registers: spilled ones
+
+
+Sizes = dict[str, Size]  # by kernel
 
 
 class AbsentCard:
@@ -37,6 +50,18 @@ class AbsentCard:
         return torch.device("cpu")
 
 
+def local_bytes(made: Any) -> int:
+    """Returns the bytes of local memory of each thread of a compiled kernel."""
+    from triton import knobs
+
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(made.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return max(int(stack) + int(local) for stack, local in re.findall(r"STACK:(\d+) .*?LOCAL:(\d+)", said))
+
+
 @contextmanager
 def compiling_for(wanted: Card, monkeypatch: Any) -> Iterator[Sizes]:
     """Inside the block, launches compile for the card `wanted`, and the dict receives what they take."""
@@ -50,13 +75,15 @@ def compiling_for(wanted: Card, monkeypatch: Any) -> Iterator[Sizes]:
             kernel.device_caches.clear()  # they belong to another card
             made = kernel.run(*args, grid=(1,), warmup=True, **options)
             name = kernel.fn.__name__
-            found[name] = max(found.get(name, 0), made.metadata.shared)
+            most = found.get(name, Size())
+            found[name] = Size(max(most.shared, made.metadata.shared), max(most.local, local_bytes(made)))
 
         return launch
 
     with monkeypatch.context() as patch:
-        for module in (card, four_bits):
-            patch.setattr(module, "card", lambda: wanted)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("engine.kernels.") and callable(getattr(module, "card", None)):
+                patch.setattr(module, "card", lambda: wanted)
         card.overlap.cache_clear()
         patch.setattr(JITFunction, "__getitem__", compiled)
         patch.setattr(driver, "_active", AbsentCard(wanted.capability))

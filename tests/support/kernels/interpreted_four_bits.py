@@ -14,13 +14,19 @@ import os
 import torch
 import torch.nn.functional as F
 
-from engine.kernels import four_bits, norms
+from engine.kernels import four_bits, four_bits_one, moe_int4, norms
 from engine.kernels.four_bits import Form
+from engine.kernels.moe_route import Routes
+from engine.kernels.moe_tiles import Tile, Tiles
+from engine.model import ops
+from engine.model.config import ExpertsConfig
+from engine.model.experts import Experts
 from engine.model.four_bits import Int4Tiles
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "Triton reads it when it is imported"
 
 ROWS = 256
+EXPERTS = [(256, 128, 128, False), (384, 256, 64, True)]  # hidden, inner, numbers of a group, offsets
 CASES = [(384, 32, False), (512, 128, True)]  # columns, numbers of a group, offsets
 
 
@@ -65,12 +71,33 @@ def errors(columns: int, group: int, offsets: bool) -> dict[str, float]:
     return found
 
 
+def errors_of_experts(hidden: int, inner: int, group: int, offsets: bool) -> dict[str, float]:
+    """Returns the relative errors of a mixture of three experts, of which each token has two."""
+    kind = type("Kind", (Int4Tiles,), {"__slots__": (), "group": group, "with_offsets": offsets})
+    experts = Experts(ExpertsConfig(3, 2, inner, True, (True,)), hidden, torch.float32, torch.device("cpu"), ops, kind)
+    for w in (experts.gate_up, experts.down):
+        scales = (torch.rand(w.shape[0], w.shape[1] // group) + 0.1) / 64
+        moved = torch.randint(-8, 9, scales.shape) if offsets else None
+        w.store(0, torch.randint(0, 16, w.shape, dtype=torch.uint8), scales, moved)
+    experts.router.normal_()
+    x, found = torch.randn(7, hidden), {}
+    exact = experts.one_by_one(x)
+    for rows in (16, 64):
+        tiles = Tiles(rows, True, Tile(64, 64, 4, 2), Tile(128, 32, 4, 2))
+        weights, chosen = experts.route(x)
+        order = chosen.view(-1).argsort(stable=True).int()
+        counts = chosen.view(-1).bincount(minlength=3).tolist()
+        first = [sum(counts[:i]) for i in range(3)]
+        table = torch.tensor([[i, first[i], counts[i], 3 * (i == 0)] for i in range(3)], dtype=torch.int32)
+        each = moe_int4.products(x, experts.gate_up, experts.down, Routes(weights, order, table), tiles)
+        found[f"experts, {rows}"] = float((each.sum(1) - exact).norm() / exact.norm())
+    return found
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    norms.overlap = four_bits.overlap = lambda: {"PDL": False}  # type: ignore[assignment]
-    four_bits.ONE = (
-        128,
-        256,
-        4,
-    )  # several chunks of these few columns; few programs, which the interpreter runs in turn
-    print(json.dumps({f"{case}": errors(*case) for case in CASES}))
+    norms.overlap = four_bits.overlap = four_bits_one.overlap = moe_int4.overlap = lambda: {"PDL": False}  # type: ignore[assignment]
+    # Several chunks of these few columns; few programs, which the interpreter runs in turn.
+    four_bits_one.one_form = lambda gate_up: (128, 256, 4)  # type: ignore[assignment]
+    of_experts = {f"{case}": errors_of_experts(*case) for case in EXPERTS}
+    print(json.dumps({f"{case}": errors(*case) for case in CASES} | of_experts))
