@@ -141,6 +141,9 @@ class Int4Weight(ByteWeight):
             numbers += self._by_row(self.offsets)
         return numbers * self._by_row(self.groups) * self.scale.double()[:, None]
 
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.dense()[ids].float()
+
     def _by_row(self, groups: torch.Tensor) -> torch.Tensor:
         wide = groups.double().transpose(1, 2).flatten(0, 1)
         return wide.repeat_interleave(self.shape[1] // wide.shape[1], 1)

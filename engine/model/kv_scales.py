@@ -34,7 +34,7 @@ def _layer_scales(model: Decoder, layer: Layer, rotation: float) -> torch.Tensor
     kv_heads, dim = config.num_kv_heads, config.head_dim
     first_key_row = config.num_heads * dim
     rows = layer.qkv
-    if not isinstance(rows, torch.Tensor):  # an 8-bit matrix
+    if not isinstance(rows, torch.Tensor):  # a quantised matrix
         rows = rows.rows(torch.arange(rows.shape[0], device=rows.device))
     assert layer.input_norm is not None, "engine/model/traits.py refuses models without this norm"
     bounds = (rows[first_key_row:].float() * layer.input_norm.float()).norm(dim=1) * config.hidden_size**0.5

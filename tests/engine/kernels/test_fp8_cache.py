@@ -13,8 +13,10 @@ from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.llm import LLM
 from engine.model import ops
+from engine.model.four_bits import Int4Tiles
 from engine.model.hf.config import read_model_config
 from engine.model.kv_scales import kv_scales
+from engine.model.linear import ByteWeight
 from engine.params import SamplingParams
 from minitui import tutor
 from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
@@ -65,6 +67,25 @@ def test_no_input_leaves_the_range_and_the_bound_is_tight(checkpoint: Path) -> N
     scale = kv_scales(model)[1][1, worst // config.head_dim]
     assert kv_fp8.E4M3_MAX / 2.4 < value / scale <= kv_fp8.E4M3_MAX
     assert float(scale.log2()) % 1 == 0
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_the_scales_of_quantised_weights_are_those_of_the_numbers_they_stand_for(kind: str) -> None:
+    runner = LLM(str(tutor.model_dir()), device="cpu", quantization=kind, **OPTIONS).engine.runner
+    model = runner.loaded.model
+    found = kv_scales(model)
+    for layer in model.layers:
+        assert isinstance(layer.qkv, ByteWeight)
+        layer.qkv = layer.qkv.rows(torch.arange(layer.qkv.shape[0]))
+    assert all(torch.equal(*pair) for pair in zip(found, kv_scales(model), strict=True))
+
+
+def test_the_rows_of_a_gpu_s_tiles_in_4_bits() -> None:
+    torch.manual_seed(0)
+    tiles = Int4Tiles.empty(256, 384, torch.device("cpu"))
+    tiles.copy_(torch.randn(256, 384))
+    ids = torch.tensor([3, 255, 128])
+    assert torch.equal(tiles.rows(ids), tiles.wide(torch.float32)[ids])
 
 
 @pytest.fixture(scope="module")
