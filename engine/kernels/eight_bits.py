@@ -85,6 +85,8 @@ def skinny(
     m, (n, k) = len(scale), w.shape
     block_m = max(16, triton.next_power_of_2(m))
     block_n, stages, warps = (128, 5, 8) if parts > 1 and n >= 4096 else (64, 6, 4)
+    if block_m == 64:
+        block_n, stages, warps = 64, 3 if n >= 16384 else 4, 4
     stages = fitting(stages, (2 * block_m + block_n) * BLOCK_K)
     y = torch.empty(parts, m, n, dtype=dtype, device=values.device) if out is None else out
     _skinny_kernel[(triton.cdiv(n, block_n), parts)](

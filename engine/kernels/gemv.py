@@ -162,27 +162,27 @@ def tiles(n: int, k: int, gate_up: bool, scaled: bool = False) -> tuple[int, int
     if scaled:
         return byte_tiles(n, k, gate_up)
     if gate_up:
-        return (8, 1024, 1, 8) if k <= 2048 else (2, 2048, 2, 4)
+        return (8, 512, 4, 4) if k <= 2048 else (2, 2048, 2, 4)
     if n <= 2048:
-        return (4, 1024, 3, 4) if k > 2048 else (4, 2048, 1, 4)
+        return (4, 2048, 1, 4) if k > 2048 else (2, 2048, 2, 4)
     if k <= 2048:
-        return (16, 1024, 1, 8) if n <= 65536 else (8, 1024, 1, 4)
+        return (16, 512, 4, 4) if n <= 65536 else (8, 1024, 1, 4)
     if n > 65536:
         return (8, 1024, 1, 4)
-    return (8, 1024, 2, 4) if k > 8192 else (4, 2048, 2, 4) if n <= 4096 else (4, 1024, 2, 4)
+    return (2, 2048, 2, 4) if k > 8192 else (4, 2048, 1, 4) if n <= 4096 else (4, 1024, 2, 4)
 
 
 def byte_tiles(n: int, k: int, gate_up: bool) -> tuple[int, int, int, int]:
     """Like `tiles`, for 8-bit weights: a tile of the same number of bytes has twice as many weights."""
     if gate_up:
-        return (8, 1024, 1, 4) if k <= 2048 else (2, 4096, 1, 4)
+        return (8, 1024, 1, 4) if k <= 2048 else (4, 1024, 4, 4)
     if n > 65536:
         return (8, 1024, 1, 2) if k <= 2048 else (2, 2048, 2, 4)
     if n <= 2048:
         return (8, 1024, 3, 8) if k > 2048 else (8, 2048, 1, 8)
     if k <= 2048:
         return (16, 1024, 1, 8)
-    return (8, 1024, 2, 4) if k > 8192 else (4, 2048, 2, 4)
+    return (8, 512, 4, 4) if k > 8192 else (8, 1024, 2, 4) if n > 4096 else (4, 1024, 2, 2)
 
 
 def gemv(
