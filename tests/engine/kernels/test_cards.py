@@ -1,7 +1,8 @@
 """The kernels on cards that are not there: each form is compiled for the card, fits into its shared memory, and keeps
 its numbers in registers.
 
-Needs triton, not a GPU. All forms of Qwen3-8B, Qwen3-0.6B and Qwen3-30B-A3B take minutes; in CI, a few of them do.
+Needs triton, not a GPU. All forms of Qwen3-8B, Qwen3-0.6B and Qwen3-30B-A3B are compiled with ALL_FORMS=1, in half an
+hour of processor time; without it, a few of them.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from tests.support.kernels.compile_kernels import compiling_for  # noqa: E402
 
 ROPE = torch.empty(100, 128)
 CPU = torch.device("cpu")
-# Bytes of a thread that are not in registers in some form on some card: those of prompts, except for 16 and less.
+# Bytes of a thread that are not in registers in some form on some card, with Triton 3.6 or 3.9.
 SPILLED = {
-    "_few_kernel": 96, "_prefill_kernel": 80, "_gate_up_kernel": 360, "_split_linear_kernel": 64, "_router_kernel": 16,
-    "_group_kernel": 8, "_one_kernel": 8,
+    "_few_kernel": 96, "_prefill_kernel": 96, "_gate_up_kernel": 360, "_down_kernel": 848, "_split_linear_kernel": 64,
+    "_router_kernel": 16, "_group_kernel": 8, "_one_kernel": 8,
 }
 
 
@@ -204,10 +205,7 @@ def some_forms() -> None:
     four_bits.few(half(64, 4096), matrix, four_bits.few_form(64, matrix, True))
 
 
-IN_CI = "CI" in os.environ
-
-
-@pytest.mark.parametrize("part", [some_forms] if IN_CI else PARTS)
+@pytest.mark.parametrize("part", PARTS if os.environ.get("ALL_FORMS") else [some_forms])
 @pytest.mark.parametrize("name", CARDS)
 def test_every_form_is_compiled_and_fits(name: str, part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = CARDS[name]
