@@ -23,7 +23,7 @@ from engine.model.config import ModelConfig
 from engine.model.hf.config import ConfigReader
 from engine.progress import Progress
 
-REVISION = 3  # increases when the contents of the directories change
+REVISION = 4  # increases when the contents of the directories change
 
 
 def as_checkpoint(path: Path, on_progress: Progress | None = None, weights: bool = True) -> Path:

@@ -1,8 +1,8 @@
 """Writes the tensors of a GGUF file as safetensors, with the names and the layout of the family's checkpoint.
 
 A tensor is read, changed and written in pieces, so little memory is needed. Matrices of Q4_0 stay 4-bit numbers, in the
-layout of compressed-tensors. Other quantised numbers become float16, whose rounding is far finer than the quantisation;
-those of MXFP4 become bfloat16, which has them exactly.
+layout of compressed-tensors, except in models with experts. Other quantised numbers become float16, whose rounding is
+far finer than the quantisation; those of MXFP4 become bfloat16, which has them exactly.
 """
 
 from __future__ import annotations
@@ -98,8 +98,10 @@ def outputs(header: Header, family: Family, config: dict[str, Any]) -> list[Outp
         else:
             found.append(Output(name, kind, tensor.shape, (tensor,)))
     found += [_qkvz(header, config, module, parts) for module, parts in halves.items()]
-    clamped = _clamped(header, experts)
-    return clamped + (found if clamped else [part for output in found for part in _four_bits(output)])
+    found += _clamped(header, experts)
+    # A checkpoint whose matrices are 4-bit numbers has none of another kind; experts are stored in any type.
+    mixture = any(".experts." in name for output in found for name in output.names)
+    return found if mixture else [part for output in found for part in _four_bits(output)]
 
 
 def _of_delta(header: Header, config: dict[str, Any], output: Output) -> Output:

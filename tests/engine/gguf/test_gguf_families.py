@@ -73,13 +73,16 @@ def test_a_file_is_the_checkpoint(kind: str, seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["mixtral", "gemma2", "gpt_oss", "qwen3_next", "gemma4_text"])
 def test_quantised_and_16_bit_files_are_close(kind: str, tmp_path: Path) -> None:
-    """Experts, folded norms and blocks of MXFP4, which stay blocks in gpt-oss."""
+    """Experts, folded norms, blocks of MXFP4, which stay blocks in gpt-oss, and 4-bit numbers, which stay such without
+    experts."""
     directory = made(kind, 0, tmp_path / "model", hidden_size=64, intermediate_size=64)
     parameters = [slot.view for slot in load_decoder(directory).slots()]
-    for form, close in (("Q8_0", 0.02), ("BF16", 0.01), ("MXFP4", 0.3)):
+    for form, close in (("Q8_0", 0.02), ("BF16", 0.01), ("MXFP4", 0.3), ("Q4_0", 0.2)):
         theirs = resolve_model(str(write_gguf(directory, tmp_path / f"{form}.gguf", form)))
         blocks = [name for name in load_file(theirs / "model.safetensors") if name.endswith("_blocks")]
         assert bool(blocks) == (form == "MXFP4" and kind == "gpt_oss")
+        config = read_model_config(theirs)
+        assert form != "Q4_0" or (config.packing is None) == (config.experts is not None)
         for ours, other in zip(parameters, load_decoder(theirs).slots(), strict=True):
             assert (other.view - ours).norm() <= close * ours.norm(), other.name
 
