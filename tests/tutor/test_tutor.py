@@ -157,7 +157,7 @@ def test_the_weights_answer_students_as_well_as_the_card_says(llm: LLM):
     checks = load_checks("students.jsonl")[::3]
     replies = ask(llm, [first_turn(check.question) for check in checks])
     verdicts = Counter(judge(check, text) for check, (text, _) in zip(checks, replies, strict=True))
-    assert verdicts["right"] >= 41 and verdicts["wrong"] <= 3, verdicts  # 43 and 1 of 45; rounding may turn a few
+    assert verdicts["right"] >= 42 and verdicts["wrong"] <= 3, verdicts  # 44 and 1 of 45; rounding may turn a few
 
 
 def test_a_follow_up_and_a_foreign_system_prompt_hold(llm: LLM):
