@@ -98,6 +98,6 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     norms.overlap = four_bits.overlap = four_bits_one.overlap = moe_int4.overlap = lambda: {"PDL": False}  # type: ignore[assignment]
     # Several chunks of these few columns; few programs, which the interpreter runs in turn.
-    four_bits_one.one_form = lambda gate_up: (128, 256, 4)  # type: ignore[assignment]
+    four_bits_one.one_form = lambda gate_up, large: (128, 256, 4)  # type: ignore[assignment]
     of_experts = {f"{case}": errors_of_experts(*case) for case in EXPERTS}
     print(json.dumps({f"{case}": errors(*case) for case in CASES} | of_experts))
