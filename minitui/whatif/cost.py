@@ -18,6 +18,7 @@ right. Stalls are rare, and come as often as in the recording, in steps of any k
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import mul
@@ -53,13 +54,12 @@ ROWS_FREE, KEYS_ALIKE, PROMPTS_FREE = 3.0, 1.0, 30.0
 
 @dataclass(slots=True)
 class Costs:
-    """Costs by feature, in ms. The time from the results of a step to those of the next one depends on `own` of the
-    latter, and on `launched` of the steps that the host launches in this time: with `overlap`, that is the step after
-    it. The time is the longer of both (device and host).
+    """Costs by feature, in ms: `own` of the device, and `launched` of the host, which launches a step while the device
+    computes the step before (`overlap`). Timeline tells when both have done their part.
 
     `most`: the most of each feature in a recorded step. `steps`: of the fit. `error`: the median relative deviation of
     a step. `stalls`: ms of the recorded stalls, beyond the usual time. `no_graph`: ms to launch a step without a graph
-    beyond the launch of another step, in which the device computes it.
+    beyond the launch of another step. `tail`: see Timeline.
     """
 
     own: list[float]
@@ -71,6 +71,7 @@ class Costs:
     stalls: list[float]
     recorded: list[RecordedSteps]  # by kind
     no_graph: float = 0.0
+    tail: float = 0.0
     graphs: Graphs = field(default_factory=dict)
 
     @property
@@ -81,7 +82,7 @@ class Costs:
     def of(self, work: Sequence[float], kind: int) -> tuple[float, float]:
         """Returns what work [FEATURES] costs: (own, launched)."""
         own, launched = sum(map(mul, work, self.own)), sum(map(mul, work, self.launched))
-        return (max(0.0, own - self.no_graph), launched + self.no_graph) if kind == NO_GRAPH else (own, launched)
+        return own, launched + self.no_graph * (kind == NO_GRAPH)
 
     def beyond(self, most: Sequence[float]) -> list[str]:
         """Returns in words how the largest steps of a played run exceed the recorded ones: "1,024 prompt tokens in a
@@ -90,6 +91,32 @@ class Costs:
             f"{most[i]:,.0f} {name} in a step (at most {self.most[i]:,.0f} were recorded)"
             for i, name in enumerate(NAMES) if i not in (0, SEVERAL) and most[i] > self.limits[i]
         ]
+
+
+class Timeline:
+    """When the results of steps come, in ms. The host launches a step, and then waits for the results of the step
+    before. The device computes steps one after the other; a step without a graph while the host launches it."""
+
+    def __init__(self, tail: float = 0.0) -> None:
+        """`tail`: the least time that the device computes after the launch of a step without a graph."""
+        self._tail = tail
+        self._now = self._host = self._device = 0.0  # the last results; until when each has work
+        self._ends: deque[float] = deque()  # when the device has computed each step in flight
+
+    def launch(self, own: float, launched: float, kind: int) -> None:
+        """Launch a step."""
+        begin, self._host = self._host, self._host + launched
+        if kind == NO_GRAPH:
+            self._device = max(max(self._device, begin) + own, self._host + self._tail)
+        else:
+            self._device = max(self._device, self._host) + own
+        self._ends.append(self._device)
+
+    def arrive(self) -> float:
+        """Wait for the oldest step in flight; return the time since the results of the step before."""
+        before, self._now = self._now, max(self._ends.popleft(), self._host)
+        self._host = self._now
+        return self._now - before
 
 
 def work_of(plan: StepPlan, held: int, longest: int, graphs: Graphs) -> tuple[float, ...]:
@@ -137,7 +164,7 @@ AS_FITTED = RecordedSteps([1], np.array([[0.0], [1.0], [1.0]]), [1.0])  # no ste
 
 class StepPath(NamedTuple):
     """What tells which recorded steps a step resembles: its kind, the number of rows to which the device pads it, its
-    rows, and the tokens of the longest text that they read."""
+    rows, and the tokens of the longest text that they read. Of NO_GRAPH, the size is 2 for a step without a graph."""
 
     kind: int
     size: int
@@ -152,12 +179,14 @@ def path_of(work: Sequence[float], prompts: int, longest: int, graphs: Graphs) -
     if not work[PREFILL_STEPS]:
         return StepPath(int(n > 1), _padded(n, graphs.get("rows", ())), n, longest)
     if graphs and (prompts > graphs["prompts"] or n + work[PREFILL_TOKENS] > graphs["tokens"]):
-        return NO_GRAPH_PATH
+        return StepPath(NO_GRAPH, 2, n, longest)
     beside = bool(graphs) and n + prompts > graphs["prompts"]
     return StepPath(PROMPTS, _padded(n + prompts, graphs["decodes"]) if beside else 1, n, longest)
 
 
-NO_GRAPH_PATH = StepPath(NO_GRAPH, 1, 1, 1)
+def beside_no_graph(path: StepPath) -> StepPath:
+    """Returns the path of a step, if a step without a graph is launched before its results."""
+    return path if path.kind == NO_GRAPH else path._replace(kind=NO_GRAPH, size=1)
 
 
 def _padded(n: int, sizes: Sequence[int]) -> int:
@@ -218,8 +247,8 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
         )
     seen = cost_model.windows(steps, at)
     host = sum((seen.parts[name] for name in ("commit", "emit", "plan", "launch")), np.zeros(len(at)))
-    known = ~np.isnan(seen.device) & ~np.isnan(host)
-    overlap, took, no_graph = bool(seen.overlapped.any()), seen.took, 0.0
+    known = ~np.isnan(seen.device + host + seen.parts["wait"])
+    overlap, took, no_graph, tail = bool(seen.overlapped.any()), seen.took, 0.0, 0.0
     measured = overlap and known.sum() >= LEAST_STEPS
     graphs = graphs or (NO_GRAPHS if overlap and not measured else {})
     chunks = [steps.chunks(step) for step in seen.number.tolist()]
@@ -245,13 +274,13 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
                 usual_of = float(np.median(launch[slow])) if slow.sum() >= FEW else graphs["launch_ms"]
                 no_graph = max(0.0, usual_of - usual)
         else:
-            own, of_host, no_graph = _from_results(told, launched, took, slow, slowly)
-        fitted = np.maximum(np.maximum(work @ own - no_graph * slow, 0), launched @ of_host + no_graph * slowly)
-        kinds = np.where(slow | slowly, NO_GRAPH, kinds)
-        paths = [NO_GRAPH_PATH if kind == NO_GRAPH else path for kind, path in zip(kinds, paths, strict=True)]
+            own, of_host, no_graph, tail = _from_results(told, took, seen.device, slow, slowly)
     else:
-        own, of_host = robust(told, took, _prior(told, took)).costs, np.zeros(n)
-        fitted = told @ own
+        own, of_host, slow, slowly = robust(told, took, _prior(told, took)).costs, np.zeros(n), kinds < 0, kinds < 0
+    each = ((told @ own).tolist(), (work @ of_host + no_graph * slow).tolist(), kinds.tolist())
+    fitted = np.array(_played(list(zip(*each, strict=True)), seen.overlapped.tolist(), tail))
+    kinds = np.where(slow | slowly, NO_GRAPH, kinds)
+    paths = [beside_no_graph(path) if late else path for late, path in zip(slowly.tolist(), paths, strict=True)]
     multiples = took / np.maximum(fitted, 1e-9)
     stalls, recorded = np.zeros(len(at)), []
     _, sizes, rows, texts = np.array(paths).T
@@ -271,24 +300,47 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
         recorded.append(RecordedSteps(sizes[of].tolist(), np.array((fitted, rows, texts))[:, of], used.tolist()))
     return Costs(
         own.tolist(), of_host.tolist(), overlap, most.tolist(), len(at),
-        float(np.median(np.abs(multiples - 1))), stalls[stalls > 0].tolist(), recorded, no_graph, graphs,
+        float(np.median(np.abs(multiples - 1))), stalls[stalls > 0].tolist(), recorded, no_graph, tail, graphs,
     )
 
 
+def _played(costs: list[tuple[float, float, int]], overlapped: list[bool], tail: float) -> list[float]:
+    """Returns the times of recorded steps with these (own, launched, kind), in their order. `overlapped`: the next one
+    was launched before a step's results."""
+    timeline, found, launched = Timeline(tail), [], 0
+    for i, ahead in enumerate(overlapped):
+        while launched < min(len(costs), i + 1 + ahead):
+            timeline.launch(*costs[launched])
+            launched += 1
+        found.append(timeline.arrive())
+    return found
+
+
 def _from_results(
-    told: np.ndarray, launched: np.ndarray, took: np.ndarray, slow: np.ndarray, slowly: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """Returns (own, launched, no_graph) of an engine that reports only when a step's results came, as vLLM does. The
+    told: np.ndarray, took: np.ndarray, device: np.ndarray, slow: np.ndarray, slowly: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """Returns (own, launched, no_graph, tail) of an engine that does not report what its host does, as vLLM. The
     results of a step come after the launch of the next one. So the steps before one with prompts tell what its launch
-    takes, and the steps with prompts, what the device still computes after that."""
-    of_host, no_graph, prefill = np.zeros(told.shape[1]), 0.0, np.isin(np.arange(told.shape[1]), PREFILL)
-    quiet, before, after = ~slow & ~slowly, ~slow & slowly, slow & ~slowly
-    if min(quiet.sum(), before.sum(), after.sum()) < LEAST_STEPS:
-        return robust(told, took, _prior(told, took)).costs, of_host, no_graph
+    takes, and the steps after those, what the device still computes after the launch."""
+    of_host, prefill = np.zeros(told.shape[1]), np.isin(np.arange(told.shape[1]), PREFILL)
+    quiet, known = ~slow & ~slowly, ~np.isnan(device)
+    before = ~slow & slowly & np.append(slow[1:], False)
+    after = np.flatnonzero(np.append(False, before[:-1]) & ~slowly)
+    if min(quiet.sum(), slowly.sum()) < LEAST_STEPS or (known.sum() < LEAST_STEPS and len(after) < FEW):
+        return robust(told, took, _prior(told, took)).costs, of_host, 0.0, 0.0
+    if before.sum() >= FEW:
+        prompts = np.roll(told, -1, axis=0)[before][:, [PREFILL_STEPS, PREFILL_TOKENS]]
+        no_graph, of_host[PREFILL_TOKENS] = robust(prompts, took[before]).costs
+    else:
+        no_graph = float(np.percentile(took[slowly], 10))  # the device can take longer than the launch
+    tail = float(np.percentile(took[slow & ~slowly], 10)) if (slow & ~slowly).any() else 0.0
     own = robust(told[quiet], took[quiet], _prior(told, took)[:2]).costs
-    no_graph, of_host[PREFILL_TOKENS] = robust(launched[before][:, [PREFILL_STEPS, PREFILL_TOKENS]], took[before]).costs
-    rest = np.maximum(took[after] - told[after] @ own + no_graph, 0.0)
-    return own + robust(told[after] * prefill, rest).costs, of_host, no_graph
+    if known.sum() >= LEAST_STEPS:
+        of, takes = slow & known, device
+    else:
+        of = np.isin(np.arange(len(took)), after)
+        takes = took - tail + no_graph + told @ of_host - np.roll(told @ own, 1)
+    return own + robust(told[of] * prefill, np.maximum(takes[of] - told[of] @ own, 0.0)).costs, of_host, no_graph, tail
 
 
 def _usual(multiples: np.ndarray) -> np.ndarray:

@@ -34,7 +34,17 @@ from minitui.viewmodel.history.steps import IDLE_SHOWN
 from minitui.viewmodel.history.tokens import percentiles
 from minitui.viewmodel.view import View
 from minitui.whatif.asked import Asked, Recorded
-from minitui.whatif.cost import FEATURES, NO_GRAPH, NO_GRAPH_PATH, Costs, Deviations, StepPath, path_of, work_of
+from minitui.whatif.cost import (
+    FEATURES,
+    NO_GRAPH,
+    Costs,
+    Deviations,
+    StepPath,
+    Timeline,
+    beside_no_graph,
+    path_of,
+    work_of,
+)
 from minitui.whatif.settings import Setting
 
 STOP = (1 << 31) - 2  # the id that ends a reply
@@ -87,11 +97,12 @@ class Device:
         self.running: Callable[[], Iterable[Request]]
         self.held: Callable[[], int]  # blocks that requests hold
         self._rows: dict[int, list[int]] = {}
-        self._launched, self._slowly = 0.0, False  # since the last results: ms of the launches; one had no graph
+        self._timeline, self._slowly = Timeline(), False  # since the last results, a step without a graph was launched
 
     def charge(self, costs: Costs) -> None:
         """Let the following steps take time."""
         self._costs, self._deviations, self._limits = costs, Deviations(costs), costs.limits
+        self._timeline = Timeline(costs.tail)
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> Launch:
         """Draw the known tokens, and say when the step ends."""
@@ -110,36 +121,34 @@ class Device:
             result.checked[i] = text[end - len(draft) : end + 1]
         return Launch(self, result, self._cost(plan))
 
-    def _cost(self, plan: StepPlan) -> tuple[float, Sequence[float], StepPath]:
-        """Note what the launch of a step costs; return what the step costs beside it, in ms, its work and path."""
+    def _cost(self, plan: StepPlan) -> tuple[Sequence[float], StepPath]:
+        """Note what a step costs; return its work and path."""
         costs = self._costs
         if costs is None:
-            return 0.0, (), NO_GRAPH_PATH
+            return (), StepPath(0, 0, 0, 0)
         n = plan.num_decoding
         longest = int(plan.starts[:n].max()) if n else 0
         work = work_of(plan, self.held() * self.block_size, longest, costs.graphs)
         self.most = list(map(max, self.most, work))
         path = path_of(work, len(plan.rows) - n, longest, costs.graphs)
-        own, launched = costs.of(work, path.kind)
-        self._launched += launched
+        self._timeline.launch(*costs.of(work, path.kind), path.kind)
         self._slowly |= path.kind == NO_GRAPH
-        return own, work, path
+        return work, path
 
-    def arrive(self, own: float, work: Sequence[float], path: StepPath) -> None:
+    def arrive(self, work: Sequence[float], path: StepPath) -> None:
         """Advance the clock to the results of a step."""
-        launched, slowly, self._launched, self._slowly = self._launched, self._slowly, 0.0, False
         if self._costs is not None and work:
-            path = NO_GRAPH_PATH if slowly else path
-            self.now += self._deviations.took(path, max(own, launched)) / 1e3
+            path, self._slowly = beside_no_graph(path) if self._slowly else path, False
+            self.now += self._deviations.took(path, self._timeline.arrive()) / 1e3
             self.extrapolated += self._deviations.extrapolated or any(map(gt, work, self._limits))
 
 
 class Launch(NamedTuple):
-    """A step on the simulated device. `cost`: in ms, with its features and its path."""
+    """A step on the simulated device. `cost`: its features and its path."""
 
     device: Device
     result: StepResult
-    cost: tuple[float, Sequence[float], StepPath]
+    cost: tuple[Sequence[float], StepPath]
 
     def wait(self) -> StepResult:
         """Wait until the virtual clock is at the step's end."""
