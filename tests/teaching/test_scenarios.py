@@ -206,8 +206,8 @@ def test_a_target_for_gaps_spreads_prompts_and_lets_short_ones_pass(hear: Callab
         ends.append((last.pop(paste), max(last.values())))
     assert most[1] < most[0] / 2
     assert ends[0][0] <= ends[0][1] and ends[1][1] < ends[1][0], "short prompts pass only with the target"
-    before, after = (float(ms.replace(",", "")) for ms in re.findall(r"█ +([\d.,]+) ms", told.said[-1]))
-    assert after and f"longest gap was {before:,g} ms" in told.text  # other programs make gaps, too
+    before, _ = re.findall(r"█ +([\d.,]+ \w+),", told.said[-1])  # which is longer is not certain beside other programs
+    assert f"longest gap was {before}" in told.text
 
 
 def test_the_victim_is_the_least_recently_used(hear: Callable[[str], Told]) -> None:
