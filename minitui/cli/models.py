@@ -185,7 +185,7 @@ def kinds_on_gpu(config: ModelConfig, machine: Machine) -> dict[str, str]:
     if eight_bits and packed:
         with suppress(EngineError):
             check_kept(config, torch.device("cuda"))
-            return {KEPT: "yes, in 8 bits as stored"}
+            kinds = {KEPT: "yes, in 8 bits as stored"}
     if machine.capability >= (8, 0):
         with suppress(EngineError):
             check_four_bits(config, Int4Tiles)
