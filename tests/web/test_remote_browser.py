@@ -46,8 +46,8 @@ class Browser:
                 self._answers.pop(told["id"]).set_result(told.get("result", told))
             elif told.get("method") == "Network.webSocketFrameReceived":
                 frame = told["params"]["response"]
-                data = frame["payloadData"].encode()
-                self._sent.append(base64.b64decode(data) if frame["opcode"] == 2 else data)
+                if frame["opcode"] == 2:  # text is for the page: the names of keys, for example
+                    self._sent.append(base64.b64decode(frame["payloadData"]))
 
     def _clear(self) -> None:
         self._sent: list[bytes] = []  # sent to the page's terminal, unread by us
