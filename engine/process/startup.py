@@ -75,7 +75,7 @@ def hash_triton() -> None:
         if not hashed.returncode:
             from triton.runtime import cache
 
-            cache.triton_key = hashed.stdout.strip
+            cache.triton_key = hashed.stdout.strip  # a function that returns the hash
 
 
 def open_gpu(device: str) -> None:

@@ -19,7 +19,8 @@ WITHOUT = ("--connect", "--web", "--help", "-h")  # with one of these options th
 def begin(arguments: Sequence[str]) -> None:
     """Start the engine's process if these words of the command line need one."""
     words = {word.split("=")[0] for word in arguments}
-    if words & {*arguments[:1], "--profile-start"} & {*COMMANDS, "--profile-start"} and not words & {*WITHOUT}:
+    starts = "--profile-start" in words or (bool(arguments) and arguments[0] in COMMANDS)
+    if starts and not words & {*WITHOUT}:
         with contextlib.suppress(EngineError):  # the command reports it
             early_process.begin(log_path())
 
