@@ -9,7 +9,6 @@ what the server says about its cache.
 from __future__ import annotations
 
 import asyncio
-import re
 import ssl
 import time
 from contextlib import suppress
@@ -23,8 +22,6 @@ from minitui.protocol import is_loopback
 MOST_BODY = 64 << 20  # bytes of a request in the log; a larger one passes and is not noted
 MOST_HEAD = 256 << 10  # bytes of all headers
 CHUNK = 256 << 10  # bytes read at once
-MOST_LINE = 4096  # bytes of a line between chunks
-SIZE = re.compile(rb"[0-9a-fA-F]{1,15}")
 CONNECT_S = 10.0
 REUSED_S = 4.0  # an idle connection is used again within this time: servers close theirs after 5 s, or later
 MOST_IDLE = 64  # connections
@@ -99,9 +96,8 @@ class Proxy:
             return None
         headers = [(b"Host", self._netloc), *_passed(request, OWN), (b"Accept-Encoding", b"identity")]
         line = b"%s %s%s HTTP/%s\r\n" % (request.method, self._base, request.target, request.http_version)
-        body = _Body(request, 0)
-        head, begin = line + _lines(headers), parser.trailing_data[0]
-        sending = asyncio.create_task(_send(head, begin, client[0], server[1], body, noted))
+        body = _Body(parser)
+        sending = asyncio.create_task(_send(line + _lines(headers), client[0], server[1], body, noted))
         answering = asyncio.create_task(_answer(server[0], client[1], noted))
         keep = False
         try:
@@ -165,64 +161,26 @@ class _Noted:
 
 
 class _Body:
-    """The data of a body, and where it ends. `length`: of a body without a length; None: it ends with the connection.
-    `ended`: its end was read; `rest`: what was read after it."""
+    """The data of a body, which h11 reads beside its bytes. `begin`: bytes that were read with the head. `ended`: its
+    end was read; `rest`: what was read after it."""
 
-    def __init__(self, message: h11.Request | h11.Response, length: int | None) -> None:
-        names = dict(message.headers)
-        self._chunked = b"transfer-encoding" in names
-        given = names.get(b"content-length")
-        self.left = 0 if self._chunked else int(given) if given is not None else length  # bytes; None: unknown
-        self.ended = not self._chunked and self.left == 0
-        self.rest = b""
-        self._line = b""  # the beginning of a line between chunks
-        self._trailers = self._after = False
+    def __init__(self, parser: h11.Connection) -> None:
+        """`parser`: has just read the head."""
+        self._parser, self.begin = parser, parser.trailing_data[0]
+        self.ended, self.rest = False, b""
 
     def add(self, data: bytes) -> list[bytes]:
         """Returns the body's data in the next bytes; none of these: the end. Raises h11.RemoteProtocolError."""
-        if self.ended:
-            self.rest += data
-            return []
-        if not data:
-            if self.left is not None:
-                raise h11.RemoteProtocolError("the connection was closed before the end of a body")
-            self.ended = True
-            return []
-        if self._chunked:
-            return self._chunks(data)
-        if self.left is None:
-            return [data]
-        found, self.rest = data[: self.left], data[self.left :]
-        self.left -= len(found)
-        self.ended = not self.left
-        return [found]
+        self._parser.receive_data(data)
+        return self.read()
 
-    def _chunks(self, data: bytes) -> list[bytes]:
-        found, at = [], 0
-        while at < len(data) and not self.ended:
-            if self.left:
-                found.append(data[at : at + self.left])
-                at += len(found[-1])
-                self.left -= len(found[-1])
-                continue
-            end = data.find(b"\n", at)
-            if end < 0 or end - at > MOST_LINE:
-                self._line += data[at:]
-                if len(self._line) > MOST_LINE:
-                    raise h11.RemoteProtocolError("a line between chunks is too long")
-                return found
-            line, self._line, at = (self._line + data[at:end]).strip(), b"", end + 1
-            if self._trailers:
-                self.ended = not line
-            elif self._after and not line:
-                self._after = False
-            else:
-                size = line.partition(b";")[0].strip()
-                if self._after or not SIZE.fullmatch(size):
-                    raise h11.RemoteProtocolError("a chunk has no size")
-                self.left = int(size, 16)
-                self._trailers, self._after = not self.left, bool(self.left)
-        self.rest = data[at:]
+    def read(self) -> list[bytes]:
+        """Returns the body's data in the bytes so far. Raises h11.RemoteProtocolError."""
+        found = []
+        while isinstance(event := self._parser.next_event(), h11.Data):
+            found.append(event.data)
+        self.ended = isinstance(event, h11.EndOfMessage)
+        self.rest = self._parser.trailing_data[0] if self.ended else b""
         return found
 
 
@@ -236,12 +194,13 @@ async def _next_head(parser: h11.Connection, reader: asyncio.StreamReader, data:
 
 
 async def _send(
-    head: bytes, data: bytes, reader: asyncio.StreamReader, server: asyncio.StreamWriter, body: _Body, noted: _Noted
+    head: bytes, reader: asyncio.StreamReader, server: asyncio.StreamWriter, body: _Body, noted: _Noted
 ) -> bytes | None:
     """Pass a request to the server, and wait for what the client sends after it. Returns that; None: the client is
-    gone. `data`: what was read of its body. Raises h11.RemoteProtocolError."""
+    gone. Raises h11.RemoteProtocolError."""
+    data, parts = body.begin, body.read()
     while True:
-        for part in body.add(data) if data else ():
+        for part in parts:
             noted.add(part)
         with suppress(OSError):  # a server that takes no more of the body says why in its answer
             server.write(head + data[: len(data) - len(body.rest)])
@@ -255,6 +214,7 @@ async def _send(
             return None
         if not data or ended:
             return data or None
+        parts = body.add(data)
 
 
 async def _answer(server: asyncio.StreamReader, client: asyncio.StreamWriter, noted: _Noted) -> bool:
@@ -271,17 +231,17 @@ async def _answer(server: asyncio.StreamReader, client: asyncio.StreamWriter, no
             break
         client.write(_head(head, headers))
     names, bare = dict(head.headers), noted.request.method == b"HEAD" or head.status_code in (204, 304)
-    body = _Body(h11.Response(status_code=200, headers=[]), 0) if bare else _Body(head, None)
-    noted.closes |= body.left is None
+    unbounded = not bare and b"content-length" not in names and b"transfer-encoding" not in names
+    body = _Body(parser)
+    noted.closes |= unbounded
     if noted.closes:
         headers.append((b"Connection", b"close"))
     noted.status = head.status_code
     if head.status_code < 400:
         replica = next((names[name] for name in REPLICA if name in names), b"")
         noted.answer = Answer(b"json" in names.get(b"content-type", b""), replica.decode("latin-1"))
-    data = parser.trailing_data[0]
-    client.write(_head(head, headers) + data)
-    found = body.add(data) if data else []
+    client.write(_head(head, headers) + body.begin)
+    found = body.read()
     while True:
         if noted.answer is not None:
             if found and noted.answer.first_ms is None:
@@ -291,7 +251,7 @@ async def _answer(server: asyncio.StreamReader, client: asyncio.StreamWriter, no
         if body.ended:
             noted.closes |= bool(body.rest)  # bytes that belong to no answer
             reusable = head.http_version == b"1.1" and b"close" not in _connection(head)
-            return reusable and body.left is not None and not body.rest
+            return reusable and not unbounded and not body.rest
         data = await server.read(CHUNK)
         client.write(data)
         found = body.add(data)
