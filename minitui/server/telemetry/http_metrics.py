@@ -3,14 +3,10 @@ labels of the HTTP metrics are those of vLLM's server. metrics.py has the metric
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import time
 from typing import Any
 
-library: Any = None
-with contextlib.suppress(ImportError):  # installed before the extra "serve" contained it
-    library = importlib.import_module("prometheus_client")
+import prometheus_client as library
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -20,8 +16,6 @@ class HttpMetrics:
     """Counts the HTTP requests. Every label has few values, whatever callers send."""
 
     def __init__(self) -> None:
-        if library is None:
-            return
         self._registry = library.CollectorRegistry()
         for collector in (library.ProcessCollector, library.PlatformCollector, library.GCCollector):
             collector(registry=self._registry)
@@ -38,8 +32,6 @@ class HttpMetrics:
 
     def ended(self, scope: Any, status: int, began: float) -> None:
         """Count a request that has ended. `status` 0: it got no answer; `began`: on the clock of time.monotonic."""
-        if library is None:
-            return
         method = scope["method"] if scope["method"] in METHODS else "other"
         handler = getattr(scope.get("route"), "path", "none")  # the endpoint's pattern, not the path of the request
         self._requests.labels(method, handler, f"{status // 100}xx" if status else "none").inc()
@@ -47,4 +39,5 @@ class HttpMetrics:
 
     def page(self) -> str:
         """Returns these metrics in Prometheus' text format."""
-        return "" if library is None else library.generate_latest(self._registry).decode()
+        page: str = library.generate_latest(self._registry).decode()
+        return page
