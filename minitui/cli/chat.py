@@ -97,48 +97,43 @@ def connect_to(
     token ids, else texts. `record`: the caller will record the source. Raises EngineError."""
     from minitui.sources.openai import OpenAISource
     from minitui.sources.remote import RemoteSource
-    from minitui.sources.remote_checks import probe, probe_all
     from minitui.sources.replicas import ReplicaSource
-    from minitui.sources.vllm import HOW, Engine, VllmSource, find, is_telemetry
+    from minitui.sources.vllm import HOW, Engine, VllmSource, look_at
     from minitui.tui.apps.openai_app import ForeignApp
     from minitui.tui.apps.replica_app import ForeignReplicaApp, ReplicaApp
 
+    if record and len(urls) > 1:
+        raise EngineError("--record records one engine: connect to one address, or use minitui serve --record")
+    looked = look_at(urls, key)
+    errors = [found for found in looked if isinstance(found, EngineError)]
+    if len(errors) == len(urls):
+        raise errors[0] if len(urls) == 1 else EngineError("; ".join(map(str, errors)))
+    found = [(None, []) if isinstance(one, EngineError) else one for one in looked]
     if len(urls) == 1:
-        [url] = urls
-        info = probe(url, key)
-        if info is not None and not is_telemetry(info):
-            if info and model not in (None, info.model):
-                raise EngineError(f"{url} serves {info.model!r}, not {model!r}: remove --model")
+        [url], [(info, engines)] = urls, found
+        told = next((engine.info for engine in engines if engine.info), info)
+        if told and model not in (None, told.model):
+            raise EngineError(f"{url} serves {told.model!r}, not {model!r}: remove --model")
+        if info is not None:
             return RemoteSource(url, key), served_choice(info, system), None
-        [engines] = find([url], key)
-        if not engines and record:
+        if told is None and record:
             raise EngineError(f"{url} sends no engine records: there is nothing to record. For vLLM, {HOW}")
-        if not engines:
+        if told is None:
             return OpenAISource(url, key, model or ""), served_choice(ServerInfo(), system), ForeignApp
-        info = next(engine.info for engine in engines if engine.info)
-        if model not in (None, info.model):
-            raise EngineError(f"{url} serves {info.model!r}, not {model!r}: remove --model")
         if len(engines) == 1:
-            return VllmSource(engines[0], key), served_choice(info, system), None
+            return VllmSource(engines[0], key), served_choice(told, system), None
         if record:
             addresses = ", ".join(engine.telemetry for engine in engines)
             raise EngineError(f"--record records one engine; this vLLM has several: connect to one of {addresses}")
-        return ReplicaSource(engines, key), served_choice(info, system), ReplicaApp
-    if record:
-        raise EngineError("--record records one engine: connect to one address, or use minitui serve --record")
-    found = probe_all(urls, key)
-    if all(isinstance(info, EngineError) for info in found):
-        raise EngineError("; ".join(str(error) for error in found))
-    infos = [info if isinstance(info, ServerInfo) else None for info in found]
-    unknown = [url for url, info in zip(urls, found, strict=True) if info is None or is_telemetry(info)]
-    engines_of = dict(zip(unknown, find(unknown, key), strict=True))
+        return ReplicaSource(engines, key), served_choice(told, system), ReplicaApp
     servers: list[str | Engine] = []
-    for url in urls:
-        servers += engines_of.get(url) or [url]
-    infos += [engine.info for engines in engines_of.values() for engine in engines]
+    for url, (_, engines) in zip(urls, found, strict=True):
+        servers += engines or [url]
+    infos = [info for info, _ in found if info is not None] + [e.info for _, engines in found for e in engines]
+    exact = all(isinstance(one, EngineError) or one[0] is not None or one[1] for one in looked)
+    source = ReplicaSource(servers, key, model or "", exact=exact)
     choice = served_choice(next(filter(None, infos), ServerInfo()), system)
-    source = ReplicaSource(servers, key, model or "", exact=all(engines_of.values()))
-    return source, choice, ForeignReplicaApp if all(info is None for info in infos) else ReplicaApp
+    return source, choice, ReplicaApp if infos else ForeignReplicaApp
 
 
 def for_one_user(model: str | None, engine: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ that grow during a long connection; ServerInfo checks the facts about the engine
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import uuid
@@ -19,7 +18,7 @@ from engine.trace.kind import MOST, MOST_NUMBER, MOST_RECORDS, kind_of, named, p
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.protocol import TOKENIZER_FILES, ServerInfo
-from minitui.sources.http import LARGE, check, httpx, load_json, normalise, open_client, unreachable
+from minitui.sources.http import LARGE, check, httpx, load_json, open_client, unreachable
 from minitui.trace import check as trace_check
 from minitui.trace.check import Follower
 
@@ -162,32 +161,9 @@ METRICS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def probe(url: str, key: str = "") -> ServerInfo | None:
+async def probe(url: str, key: str = "") -> ServerInfo | None:
     """Returns a server's /minitui/info; None if it is not a minitui server, an empty one if it is not ready yet (503).
-    Blocks: call it before the event loop runs. Raises EngineError if the server cannot be reached or refuses the
-    key."""
-    return asyncio.run(probe_async(normalise(url), key))
-
-
-def probe_all(urls: list[str], key: str = "") -> list[ServerInfo | EngineError | None]:
-    """Probe several servers at once; returns for each server the result of `probe` or the raised EngineError. Raises
-    InvalidRequest if one of `urls` is not an address."""
-    addresses = [normalise(url) for url in urls]
-
-    async def ask(url: str) -> ServerInfo | EngineError | None:
-        try:
-            return await probe_async(url, key)
-        except EngineError as error:
-            return error
-
-    async def ask_all() -> list[ServerInfo | EngineError | None]:
-        return await asyncio.gather(*(ask(url) for url in addresses))
-
-    return asyncio.run(ask_all())
-
-
-async def probe_async(url: str, key: str = "") -> ServerInfo | None:
-    """Does the same as `probe`, on the running event loop."""
+    Raises EngineError if the server cannot be reached or refuses the key."""
     async with open_client(url, key) as client:
         try:
             response = await client.get("/minitui/info")

@@ -15,9 +15,9 @@ from minitui.sources.base import Stream
 from minitui.sources.http import httpx, normalise
 from minitui.sources.openai import OpenAISource, TextCodec
 from minitui.sources.remote import RemoteSource
-from minitui.sources.remote_checks import probe_async
+from minitui.sources.remote_checks import probe
 from minitui.sources.server_metrics import PATIENCE_S, MetricsPoller, ServerMetrics, trouble_of, wait_after
-from minitui.sources.vllm import RANK_HEADER, Engine, VllmSource, find_async, is_telemetry
+from minitui.sources.vllm import RANK_HEADER, Engine, VllmSource, look
 
 WAITS: Any = {"give_up_s": float("inf"), "watching": False}  # options of the telemetry
 LOADING = "it is loading its model"
@@ -131,10 +131,12 @@ class Replica:
         self._returned.clear()
         engine = self._engine
         async with asyncio.timeout(PATIENCE_S):
-            info = await probe_async(self.url, self._key)
-            if engine is None and (info is None or is_telemetry(info)):
-                engine = next(iter(await find_async(self.url, self._key)), None)
+            if engine is None:
+                info, engines = await look(self.url, self._key)
+                engine = next(iter(engines), None)
                 info = engine.info if engine is not None else info
+            else:
+                info = await probe(self.url, self._key)
         if info is not None and not info:
             raise EngineDead(LOADING)
         if info is not None:

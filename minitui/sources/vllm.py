@@ -23,7 +23,7 @@ from minitui.sources.base import Progress
 from minitui.sources.http import check, close_client, httpx, load_json, normalise, open_client
 from minitui.sources.openai import CompletionStream
 from minitui.sources.remote import RemoteSource
-from minitui.sources.remote_checks import count, probe_async
+from minitui.sources.remote_checks import count, probe
 
 FIND_S = 2.0  # the longest search for the telemetry
 LATE_S = 1.0  # after the first piece of an answer, the longest wait for the record of its request
@@ -53,34 +53,49 @@ class Engine:
         return name if self.place is None else f"{name} rank {self.label}"
 
 
-def find(urls: list[str], key: str = "") -> list[list[Engine]]:
-    """Returns for each server the engines of vLLM that minitui records, in the order of their ranks. Blocks: call it
-    before the event loop runs. `urls`: addresses of vLLM, or of the telemetry of one engine."""
+Found = tuple[ServerInfo | None, list["Engine"]]
 
-    async def ask_all() -> list[list[Engine]]:
-        return await asyncio.gather(*(find_async(normalise(url), key) for url in urls))
+
+def look_at(urls: list[str], key: str = "") -> list[Found | EngineError]:
+    """Returns for each server what `look` finds, or the EngineError that it raises. Blocks: call it before the event
+    loop runs. Raises InvalidRequest if one of `urls` is not an address."""
+    addresses = [normalise(url) for url in urls]
+
+    async def ask(url: str) -> Found | EngineError:
+        try:
+            return await look(url, key)
+        except EngineError as error:
+            return error
+
+    async def ask_all() -> list[Found | EngineError]:
+        return await asyncio.gather(*(ask(url) for url in addresses))
 
     return asyncio.run(ask_all())
 
 
-async def find_async(url: str, key: str = "") -> list[Engine]:
-    """Does the same as `find` for one normalised address, on the running event loop."""
+async def look(url: str, key: str = "") -> Found:
+    """Returns a minitui server's /minitui/info (empty: it is not ready yet); for other servers None, and the engines of
+    `find`. Raises EngineError if the server cannot be reached or refuses the key."""
+    info = await probe(url, key)
+    if info is not None and info.api_port < 0:
+        return info, []
+    return None, await find(url, key)
+
+
+async def find(url: str, key: str = "") -> list[Engine]:
+    """Returns the engines of vLLM that minitui records, in the order of their ranks. `url`: the normalised address of
+    vLLM, or of the telemetry of one engine."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     for telemetry in (url, _with_port(url, port + 1)):
         try:
             async with asyncio.timeout(FIND_S):
-                info = await probe_async(telemetry, key)
+                info = await probe(telemetry, key)
         except (EngineError, TimeoutError):
             continue
         if engine := _engine(telemetry, info or ServerInfo()):
             return [engine] if telemetry == url else [*_ranks(engine)]
     return []
-
-
-def is_telemetry(info: Any) -> bool:
-    """Returns True if a server's /minitui/info says that the server is the recorder's telemetry."""
-    return isinstance(info, ServerInfo) and info.api_port >= 0
 
 
 def _engine(telemetry: str, info: ServerInfo) -> Engine | None:

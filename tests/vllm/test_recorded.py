@@ -221,14 +221,14 @@ def page(ranks: int) -> str:
 
 async def found(url: str, ranks: int, **options: Any) -> list[Any]:
     """Returns the engines at an address, when their watchers are up."""
-    from minitui.sources.remote_checks import probe_async
-    from minitui.sources.vllm import find_async
+    from minitui.sources.remote_checks import probe
+    from minitui.sources.vllm import find
 
     async with asyncio.timeout(60):
         while True:
-            engines = await find_async(url, **options)
+            engines = await find(url, **options)
             with contextlib.suppress(EngineError):
-                if len(engines) == ranks and all([await probe_async(e.telemetry, **options) for e in engines]):
+                if len(engines) == ranks and all([await probe(e.telemetry, **options) for e in engines]):
                     return engines
             await asyncio.sleep(0.02)
 
@@ -396,12 +396,12 @@ async def test_an_answer_ends_when_the_records_do_not_come(tmp_path: Path) -> No
 
 
 async def test_the_telemetry_hides_texts_and_needs_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from minitui.sources.vllm import find_async
+    from minitui.sources.vllm import find
 
     monkeypatch.setenv("MINITUI_API_KEY", "k" * 20)
     monkeypatch.setenv("MINITUI_HIDE_TEXT", "1")
     async with beside_vllm() as beside, attached(beside, tmp_path, key="k" * 20) as source:
-        assert await find_async(beside.api.url, "wrong") == []
+        assert await find(beside.api.url, "wrong") == []
         beside.send("add", 0.001, "cmpl-1", PROMPT, 63, None)
         admission = ("cmpl-1", 0, [1, 2, 3, 4], 60, [])
         events = [("c", ["cmpl-1"], [0], [3])]
