@@ -1,8 +1,7 @@
-"""Measures how right a what-if is, and how long it takes.
+"""Measures how right a what-if is.
 
     python -m minitui.dev.what_if pairs [--device cuda] [--rounds 3] [--seed 1] [--only chats] [--keep FOLDER] [--json]
     python -m minitui.dev.what_if score FOLDER [--json]
-    python -m minitui.dev.what_if speed [--requests 10000]
 
 `pairs` compares what-ifs with real runs: twenty pairs of a recording and another setting. One engine runs a workload
 with the recorded setting, and another runs it with the other setting. The recording of the first run is then played
@@ -21,10 +20,6 @@ the turn of the run whose clock is behind, so slow moments of the machine meet b
 of its own turns: other programs do not count. On a GPU, the model has random weights and the shape of Qwen3-0.6B, and
 all is larger by SCALE; the runs follow each other in real time, each after one that warms up. Time without requests
 is skipped.
-
-`speed` reads and plays a recording of many requests: these begin with one of twenty texts of 400 tokens, go on with 50
-to 600 tokens of their own, and have replies of 20 to 300 tokens. The recorded engine has no device: a step costs about
-what a GPU would need, on a clock that counts only this.
 """
 
 from __future__ import annotations
@@ -44,7 +39,6 @@ from typing import Annotated, Any
 import typer
 
 from engine.core.engine import Engine, StepRunner
-from engine.core.step import StepPlan
 from engine.core.step_clock import StepClock
 from engine.info import EngineInfo
 from engine.llm import LLM
@@ -52,11 +46,10 @@ from engine.params import SamplingParams
 from engine.trace.records import RecordLog
 from minitui import tutor
 from minitui.bench.limits import write_config
-from minitui.dev.bench import NoDevice, NothingToWaitFor
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
 from minitui.viewmodel.compare.runs import Run, RunFigures, recorded_view
-from minitui.whatif.answer import Question, Sweep
+from minitui.whatif.answer import Question
 from minitui.whatif.settings import Setting, changes, value_of
 
 BASE = Setting(budget=256, seqs=16, blocks=2000, block_size=16, context=1024)
@@ -417,66 +410,6 @@ def score(folder: Path, json: Json = False) -> None:
         if _real_runs(folder, workload, change):
             one = pair(machine, workload, change, folder)
             print(jsonlib.dumps(one) if json else line(one), flush=True)
-
-
-LARGE = Setting(budget=8192, seqs=256, blocks=20_000, block_size=16, context=8192)
-RATE = 75.0  # requests a second
-
-
-class TimedDevice(NoDevice):
-    """A device that takes time on a clock of its own."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self.now = 1.0
-
-    def launch(self, plan: StepPlan, grammars: object) -> NothingToWaitFor:
-        self.now += 8e-3 + 2e-5 * len(plan.rows) + 1e-5 * (plan.num_tokens - len(plan.rows))
-        return super().launch(plan, grammars)
-
-
-def record(path: Path, requests: int) -> int:
-    """Records requests; returns the number of steps."""
-    r, device = random.Random(1), TimedDevice(LARGE.blocks + 1)
-    log = RecordLog(clock=lambda: device.now)
-    engine = Engine(device, LARGE.scheduler(), log=log, clock=OwnStepClock(log, lambda: device.now))
-    recorder = Recorder(path)
-    recorder.begin(LARGE.info(EngineInfo(model="none", device="none")), engine.snapshot())
-    texts = [[r.randrange(50_000) for _ in range(400)] for _ in range(20)]
-    at = device.now
-    while requests or engine.has_work:
-        while requests and at <= device.now:
-            ids = r.choice(texts) + [r.randrange(50_000) for _ in range(r.randrange(50, 600))]
-            engine.add_request(ids, SamplingParams(max_tokens=r.randrange(20, 300), ignore_eos=True), f"r{requests}")
-            at += r.expovariate(RATE)
-            requests -= 1
-        if engine.has_work:
-            engine.step()
-        else:
-            device.now = at
-        if not engine.scheduler.step % 50:  # more often, a busy core cannot write them
-            recorder.feed(log.drain())
-    recorder.feed(log.drain())
-    recorder.close()
-    return engine.scheduler.step
-
-
-@app.command()
-def speed(requests: Annotated[int, typer.Option(help="Requests of the recording.", min=100)] = 10_000) -> None:
-    """Measure reading, playing, and playing two settings at once."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "run.trace")
-        print(f"{requests:,} requests, {record(path, requests):,} steps, {path.stat().st_size / 1e6:.1f} MB")
-        for name in ("read", "play", "play two settings"):
-            wall, cpu = time.perf_counter(), time.process_time()
-            if name == "read":
-                question = Question(path)
-            elif name == "play":
-                question.play(question.changed({"budget": "4096"}))
-            else:
-                with Sweep(question) as sweep:
-                    list(sweep.play([{"budget": "4096"}, {"seqs": "128"}]))
-            print(f"{name:18s}{time.perf_counter() - wall:6.1f} s, {time.process_time() - cpu:6.1f} s in this process")
 
 
 if __name__ == "__main__":
