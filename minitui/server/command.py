@@ -21,6 +21,7 @@ from minitui.server.settings import Role, ServerSettings
 
 try:
     import uvicorn
+    from starlette.types import ASGIApp
 
     from minitui.server.application import create_app
     from minitui.server.connection import MAX_HEAD, Connection
@@ -54,11 +55,13 @@ class Host:
 
     def __init__(
         self, config: EngineConfig, settings: ServerSettings, log_file: Path | None = None,
-        service: Service | None = None,
+        service: Service | None = None, app: ASGIApp | None = None,
     ) -> None:
-        """Listen on the address. Raises EngineError if this fails. `service`: None: a new engine."""
+        """Listen on the address. Raises EngineError if this fails. `service`: None: a new engine. `app`: None: all
+        endpoints."""
         self.settings = settings
         self.service = service or Service(config, settings, log_file)
+        self._app = app or create_app(self.service)
         self._socket = listen(settings.host, settings.port)
         self.port: int = self._socket.getsockname()[1]
         self._stop = asyncio.Event()
@@ -70,7 +73,9 @@ class Host:
 
     def stop(self) -> None:
         """Ask the server to stop. Any thread may call this."""
-        if self._loop is not None:
+        if self._loop is None:
+            self._stop.set()  # `run` ends when it begins
+        else:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server has already ended
                 self._loop.call_soon_threadsafe(self._stop.set)
 
@@ -79,7 +84,7 @@ class Host:
         self._loop = asyncio.get_running_loop()
         server = Uvicorn(
             uvicorn.Config(
-                create_app(self.service), lifespan="off", ws="none", log_config=None, access_log=False,
+                self._app, lifespan="off", ws="none", log_config=None, access_log=False,
                 http=cast(Any, functools.partial(Connection, self.service)), h11_max_incomplete_event_size=MAX_HEAD,
                 server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=LAST_ANSWERS_S, backlog=AT_ONCE,
             )

@@ -19,28 +19,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import logging
 import marshal
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.hub.resolve import resolve_model
 from engine.info import EngineInfo
-from engine.metrics.metrics import Metrics
 from engine.process.client import EngineClient
 from engine.text.tokenizer import Tokenizer
 from engine.trace.records import Record
@@ -48,93 +44,68 @@ from minitui import __version__
 from minitui.protocol import ServerInfo
 from minitui.server import errors
 from minitui.server.access import Guard
-from minitui.server.command import Uvicorn, address, gather_keys, listen
-from minitui.server.connection import MAX_HEAD, Connection
+from minitui.server.command import Host, gather_keys
 from minitui.server.errors import ApiError
 from minitui.server.service import MASK_TEXT, Service
 from minitui.server.settings import ServerSettings
 from minitui.server.telemetry import endpoints as telemetry
-from minitui.server.telemetry.broadcast import Broadcast
-from minitui.server.telemetry.http_metrics import HttpMetrics
-from minitui.trace.recorder import Recording
 from minitui.vllm.blocks import Inconsistent
 from minitui.vllm.pipe import GAVE_REASON, LENGTH
 from minitui.vllm.translate import Translator
 
-T = TypeVar("T")
 ONLY_WATCHES = "this address only shows vLLM: send requests to vLLM's own address; it cannot be paused or slowed down"
 
 
 class Feed:
-    """The engine that `Broadcast` reads: the records of a Translator. `translator` is replaced when vLLM starts."""
+    """The engine that `Broadcast` reads: the records of a Translator."""
 
-    def __init__(self, translator: Translator, info: EngineInfo) -> None:
-        self.translator, self.info = translator, info
-
-    async def snapshot(self) -> dict[str, Any]:
-        return self.translator.blocks.state.snapshot()
-
-    def drain_records(self) -> list[Record]:
-        return self.translator.drain()
-
-
-class VllmService:
-    """Has the members of minitui.server.service.Service that the telemetry endpoints and their guards use."""
-
-    draining = False
-    gate_owner = None
-
-    def __init__(self, translator: Translator, settings: ServerSettings) -> None:
-        self.settings = settings
+    def __init__(self, translator: Translator) -> None:
         self._translator = translator
         facts = {**translator.info, "model_dir": _tokenizer_directory(translator.info)}
         self._info = ServerInfo.from_json(json.loads(json.dumps(facts, default=str)))
-        self.metrics, self.http_metrics = Metrics(), HttpMetrics()
-        self.connections: dict[Any, None] = {}
-        recording = None if settings.record is None else Recording(settings.record)
-        self.broadcast = Broadcast(self.metrics, _mask(self.info) if settings.hide_text else None, recording)
-        self.began = int(time.time())
-        self._feed = Feed(translator, self.info)
 
     @property
     def info(self) -> ServerInfo:
         """Facts about vLLM. recording_us: the mean time per step that vLLM's process spends on the recording."""
         return replace(self._info, recording_us=self._translator.cost_us)
 
-    @property
-    def model(self) -> str:
-        return self.info.model
+    async def snapshot(self) -> dict[str, Any]:
+        return self._translator.blocks.state.snapshot()
+
+    def drain_records(self) -> list[Record]:
+        return self._translator.drain()
+
+
+class VllmService(Service):
+    """A service without requests: it sends the records of a translator to watchers and into the recording."""
+
+    def __init__(self, translator: Translator, settings: ServerSettings) -> None:
+        super().__init__(EngineConfig(), settings)
+        self._client = cast(EngineClient, Feed(translator))
+        if settings.hide_text:
+            self.broadcast.mask_id = _mask(self.info)
 
     async def start(self) -> None:
-        """Begin to send the records of the translator to watchers and into the recording."""
-        await self.broadcast.begin(cast(EngineClient, self._feed))
+        await self.broadcast.begin(self.client)
+
+    async def drain(self) -> None:
+        await self.broadcast.end()  # the watchers get the last records
+        await super().drain()
 
     async def close(self) -> None:
-        """Send and record the last records."""
-        await self.broadcast.end()
-        for watcher in list(self.broadcast.watchers):
-            watcher.close()
-        if self.broadcast.recording is not None:
-            self.broadcast.recording.close()
+        self._client = None  # nothing is to be ended
+        await super().close()
 
     def check_ready(self) -> None:
         """Refuses requests and control."""
         raise ApiError(400, ONLY_WATCHES, code="only_watches")
 
-    def release_gate(self) -> None:
-        """Does nothing: there is no gate."""
-
-    async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run slow work in a thread."""
-        return await asyncio.to_thread(work, *arguments)
-
     def application(self) -> ASGIApp:
         """Returns the endpoints, guarded as those of `minitui serve`."""
         api = FastAPI(title="minitui beside vLLM", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
         errors.install(api)
-        service = cast(Service, self)
-        api.include_router(telemetry.router(service))
-        return Guard(api, service)
+        api.include_router(telemetry.router(self))
+        return Guard(api, self)
 
 
 def _tokenizer_directory(info: dict[str, Any]) -> str:
@@ -206,36 +177,32 @@ class Watcher:
         info = self._translator.info
         settings = settings_from(dict(os.environ), info["rank"], info["telemetry_port"])
         service = VllmService(self._translator, settings)
-        serving = self._serve(service)
-        await service.start()
+        host = self._host(service)
+        running = asyncio.create_task(service.start() if host is None else host.run())
         failed = ""
         while not done.done():  # vLLM may kill this process with its other children, so the report is written all along
             await asyncio.wait({done}, timeout=REPORT_S)
             self._report()
             failed = _tell_failure(service, failed)
+        if host is not None:
+            host.stop()
+        await running
         await service.close()
         _tell_failure(service, failed)
-        for server, task in serving:
-            server.should_exit = True
-            await task
 
-    def _serve(self, service: VllmService) -> list[tuple[Uvicorn, asyncio.Task[None]]]:
-        """Begin to serve. Raises EngineError if that is not possible and nothing is recorded."""
+    def _host(self, service: VllmService) -> Host | None:
+        """Returns what serves; None if that is not possible, and only a recording is written. Raises EngineError if
+        there is none."""
         settings = service.settings
         try:
-            listening = listen(settings.host, settings.port)
+            host = Host(service.config, settings, service=service, app=service.application())
         except EngineError as error:
             if settings.record is None:
                 raise
             logger.warning("minitui records this engine, but does not show it: %s", in_variables(str(error)))
-            return []
-        server = Uvicorn(uvicorn.Config(
-            service.application(), lifespan="off", ws="none", log_config=None, access_log=False, server_header=False,
-            http=cast(Any, functools.partial(Connection, cast(Service, service))), timeout_graceful_shutdown=1,
-            h11_max_incomplete_event_size=MAX_HEAD,
-        ))
-        logger.warning("minitui shows this engine at %s", address(settings.host, settings.port))
-        return [(server, asyncio.create_task(_serve(server, listening)))]
+            return None
+        logger.warning("minitui shows this engine at %s", host.url)
+        return host
 
     def _read(self) -> None:
         try:
@@ -325,11 +292,6 @@ def in_variables(text: str) -> str:
 def reason_of(error: Exception) -> str:
     """Returns why the watcher ends."""
     return in_variables(str(error)) if isinstance(error, EngineError) else repr(error)
-
-
-async def _serve(server: Uvicorn, listening: socket.socket) -> None:
-    with contextlib.suppress(SystemExit):
-        await server.serve(sockets=[listening])
 
 
 def main() -> int:
