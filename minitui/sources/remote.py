@@ -44,7 +44,7 @@ from minitui.sources.http import (
     server_events,
     unreachable,
 )
-from minitui.sources.remote_checks import Refused, Watch, load_tokenizer, read_info
+from minitui.sources.remote_checks import Watch, load_tokenizer, read_info
 
 MAX_RECORDS = 200_000  # kept while the reader does not drain them
 AT_ONCE = 2_000  # records checked per drain; several times as many as arrive per frame at the highest rate
@@ -121,12 +121,12 @@ class RemoteRecords:
                         self._take(name, load_json(data))
                         lost_at, attempt = None, 0
                 reason = "the server closed the connection"
-            except Refused as error:
+            except ValueError as error:
                 self._refuse(error)
                 return
             except (httpx.HTTPError, OSError) as error:
                 reason = reason_of(error)
-            except (EngineError, ValueError) as error:
+            except EngineError as error:
                 reason = str(error)
             lost_at = lost_at or time.monotonic()
             lost_s = time.monotonic() - lost_at
@@ -137,7 +137,7 @@ class RemoteRecords:
             await asyncio.sleep(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)] * random.uniform(0.7, 1.3))
             attempt += 1
 
-    def _refuse(self, error: Refused) -> EngineError:
+    def _refuse(self, error: ValueError) -> EngineError:
         """Stop following a server that sends invalid data; returns the error for the caller."""
         sentence = f"{self._url} sends data that cannot be shown: {error}"
         self._forget()
@@ -197,7 +197,7 @@ class RemoteRecords:
                     self._watch = None
                     return
                 watch.take(record)
-        except Refused as error:
+        except ValueError as error:
             self._refuse(error)
 
     async def _caught_up(self, seq: int) -> bool:
@@ -225,7 +225,7 @@ class RemoteRecords:
                     return snapshot
                 await asyncio.sleep(0.1)  # the engine was restarted: wait for its greeting
             raise EngineDead(f"{self._url} keeps restarting its engine")
-        except Refused as error:
+        except ValueError as error:
             raise self._refuse(error) from error
         finally:
             self._snapshots -= 1

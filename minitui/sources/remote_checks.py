@@ -1,6 +1,7 @@
 """Checks the types, ranges and sizes of data from a minitui server, before the data is stored or applied. Records and
 snapshots get the same checks as in a trace (minitui/trace/check.py). This module adds checks of answers, and of sizes
-that grow during a long connection; ServerInfo checks the facts about the engine."""
+that grow during a long connection; ServerInfo checks the facts about the engine. Data of an unexpected type, size or
+order is a ValueError, and is not shown."""
 
 from __future__ import annotations
 
@@ -26,33 +27,26 @@ MOST_REQUESTS = 1 << 16
 MOST_LOADS = 1 << 16  # expert loads (layers times experts) in a record; hundreds of these records are kept
 
 
-class Refused(ValueError):
-    """The server sent data of an unexpected type, size or order. Such data is not shown."""
-
-
 def greeting(data: Any) -> tuple[str, int]:
     """Returns (the engine's name, the number of its last record) from the event that begins a record stream."""
     if type(data) is not dict or not is_name(data.get("began")) or not _count(data.get("seq")):
-        raise Refused("its greeting lacks the engine's name or the record number")
+        raise ValueError("its greeting lacks the engine's name or the record number")
     return data["began"], data["seq"]
 
 
 def records(data: Any) -> list[Record]:
     """Returns the records of one event. `Watch` checks later whether they fit the state."""
     if type(data) is not list:
-        raise Refused("its records are not a list")
+        raise ValueError("its records are not a list")
     checked: list[Record] = []
     for row in data:
         if type(row) is not list or not row or not _count(row[0]) or (checked and row[0] <= checked[-1][0]):
-            raise Refused("its records are not numbered in order")
-        try:
-            record = trace_check.record(row[0], row[1:])
-        except ValueError as error:
-            raise Refused(str(error)) from error
+            raise ValueError("its records are not numbered in order")
+        record = trace_check.record(row[0], row[1:])
         if not all(is_name(field) for field in record if type(field) is str):
-            raise Refused(f"a text in record {row[0]:,} ({kind_of(record)}) has more than {MOST_TEXT:,} characters")
+            raise ValueError(f"a text in record {row[0]:,} ({kind_of(record)}) has more than {MOST_TEXT:,} characters")
         if kind_of(record) == "experts" and sum(len(tokens) for _, tokens in named(record).load) > MOST_LOADS:
-            raise Refused(f"record {row[0]:,} has more than {MOST_LOADS:,} expert loads")
+            raise ValueError(f"record {row[0]:,} has more than {MOST_LOADS:,} expert loads")
         seq, t, kind, *fields = record
         # Thousands of records are kept, so all records of a kind share one string.
         checked.append((seq, t, intern(kind), *fields))
@@ -62,43 +56,35 @@ def records(data: Any) -> list[Record]:
 def snapshot(data: Any) -> dict[str, Any]:
     """Returns the checked snapshot: the fields of engine.trace.state, and "began"."""
     if type(data) is not dict or not is_name(data.get("began")):
-        raise Refused("its snapshot does not name the engine")
+        raise ValueError("its snapshot does not name the engine")
     try:
         return trace_check.snapshot(data)
     except ValueError as error:
-        raise Refused(str(error).replace("a trace has", "the allowed range is")) from error
+        raise ValueError(str(error).replace("a trace has", "the allowed range is")) from error
 
 
-class Watch:
+class Watch(Follower):
     """Computes the state from a snapshot and the records that follow it."""
 
     def __init__(self, snapshot: dict[str, Any]) -> None:
-        self._follower = Follower(State.from_snapshot(snapshot))
-
-    @property
-    def state(self) -> State:
-        """The state after the last record."""
-        return self._follower.state
+        super().__init__(State.from_snapshot(snapshot))
 
     def take(self, record: Record) -> None:
-        """Apply the next record. Raises Refused if it contradicts the state."""
-        try:
-            self._follower.take(record)
-        except ValueError as error:
-            raise Refused(str(error)) from error
-        if len(self._follower.state.requests) > MOST_REQUESTS:
-            raise Refused(f"its state has more than {MOST_REQUESTS:,} requests")
+        """Apply the next record. Raises ValueError if it contradicts the state."""
+        super().take(record)
+        if len(self.state.requests) > MOST_REQUESTS:
+            raise ValueError(f"its state has more than {MOST_REQUESTS:,} requests")
 
 
 def info(data: Any) -> ServerInfo:
-    """Returns the answer of /minitui/info. Raises Refused if a field is missing or not valid."""
+    """Returns the answer of /minitui/info. Raises ValueError if a field is missing or not valid."""
     try:
         found = ServerInfo.from_json(data)
     except ValueError as error:
-        raise Refused(f"its /minitui/info {error}") from error
+        raise ValueError(f"its /minitui/info {error}") from error
     for name in ("model", "began", "tokenizer_files"):
         if data.get(name) is None:
-            raise Refused(f"its /minitui/info has no valid {name!r}")
+            raise ValueError(f"its /minitui/info has no valid {name!r}")
     return found
 
 
@@ -106,16 +92,16 @@ def accepted(event: dict[str, Any]) -> tuple[int, int | None]:
     """Returns (the request's id, its seed) from the event that begins an answer."""
     request, seed = event["request"], event.get("seed")
     if "seed" not in event or not _count(request) or not METRICS["seed"](seed):
-        raise Refused("its answer begins without the request's id and seed")
+        raise ValueError("its answer begins without the request's id and seed")
     return request, seed
 
 
 def delta(event: Any) -> dict[str, Any]:
     """Returns the checked piece of an answer: text, ids, finish_reason (empty before the end) and metrics."""
     if type(event) is not dict or type(event.get("text")) is not str or not _tokens(event.get("ids")):
-        raise Refused("a piece of its answer has no text and ids")
+        raise ValueError("a piece of its answer has no text and ids")
     if not is_name(event.get("finish_reason") or ""):
-        raise Refused("the finish reason of its answer is not a short text")
+        raise ValueError("the finish reason of its answer is not a short text")
     return {**event, "finish_reason": event.get("finish_reason") or "", "metrics": metrics(event.get("metrics"))}
 
 
@@ -180,7 +166,7 @@ def read_info(url: str, text: bytes) -> ServerInfo:
     """Returns the checked answer of /minitui/info. Raises EngineError if it is not valid."""
     try:
         return info(load_json(text))
-    except Refused as error:
+    except ValueError as error:
         raise EngineError(f"{url} is not a minitui server of this version: {error}") from error
 
 
