@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,7 +32,6 @@ LEAST_REST = 0.01  # a smaller share of the excess is not called unexplained
 OVERLAPPED = 1.05  # a device time of more times the step's time began before the step's time
 MAX_STEPS = 20_000  # the largest number of steps in the window
 RECENT_FIRST_TOKENS = 32
-RECENT = 8  # steps in a chart
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,6 @@ class Timings:
     ranks: int = 1  # GPUs that share the model
     comm_ms: float = 0.0  # mean time per step in collectives, from the `comm` records
     comm_share: float = 0.0  # share of step time in collectives
-    recent: tuple[StepRow, ...] = field(default=())  # the last few steps, oldest first
     drafted: int = 0  # draft tokens verified
     accepted: int = 0  # draft tokens accepted
     per_row: float = 1.0  # tokens per row and decode step, accepted drafts included
@@ -110,7 +108,6 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int) -> Timi
     exchanged = ~np.isnan(comm)
     launch = steps.column("launch")[at]
     host = steps.column("plan")[at] + np.nan_to_num(launch) + steps.column("commit")[at]
-    rows = [steps.get(int(n)) for n in numbers[-RECENT:]]
     return Timings(
         **{name: _stats(took[kinds == kind], total) for kind, name in enumerate(KINDS)}, by_device=overlapped,
         median_ms=float(np.median(decoding if len(decoding) else wall)), seconds=float(wall.sum()) / 1e3, steps=len(at),
@@ -120,7 +117,7 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int) -> Timi
         device_busy=min(1.0, float(device[known].sum()) / float(wall[known].sum())) if known.any() else 0.0,
         ranks=steps.ranks if exchanged.any() else 1, comm_ms=float(comm[exchanged].mean()) if exchanged.any() else 0.0,
         comm_share=float(comm[exchanged].sum() / (wall[exchanged].sum() or 1.0)) if exchanged.any() else 0.0,
-        recent=tuple(row for row in rows if row is not None), drafted=drafted, accepted=accepted,
+        drafted=drafted, accepted=accepted,
         per_row=1 + accepted / int(decodes.sum()) if decodes.any() else 1.0, limits=tuple(limits(steps, last.step)),
     )
 

@@ -147,15 +147,11 @@ class History(Reader):
         self.block_log.extend(self.live.block_events)
         self.live.block_events.clear()
 
-    def on_time(
-        self, step: int, plan_us: float, launch_us: float | None, commit_us: float, wall_ms: float,
-        device_ms: float | None,
-    ) -> None:
+    def on_time(self, step: int, wall_ms: float) -> None:
         steps, rates = self.steps, self.rates
         self.lanes.ended_step = step
-        took_ms, host_ms = steps.took_ms(step), (plan_us + (launch_us or 0) + commit_us) / 1e3
-        delayed_ms = steps.gate_ms(step)
-        rates.add_durations(wall_ms if took_ms is None else took_ms, wall_ms, host_ms, device_ms, delayed_ms)
+        took_ms = steps.took_ms(step)
+        rates.add_durations(wall_ms if took_ms is None else took_ms, wall_ms, steps.gate_ms(step))
         rates.mark(step)
         steps.note_bucket(step, rates.bucket)
         self.result_at = rates.now
@@ -176,10 +172,7 @@ class History(Reader):
         self.trends.level("queue", waiting)
 
     def on_accept(self, drafts: list[tuple[int, int, int]]) -> None:
-        accepted = sum(draft[2] for draft in drafts)
-        self.rates.add("drafted", sum(draft[1] for draft in drafts))
-        self.rates.add("accepted", accepted)
-        self.rates.add("decode", accepted)
+        self.rates.add("decode", sum(draft[2] for draft in drafts))
 
     def on_experts(self, t: float, step: int, load: list[tuple[int, list[int]]]) -> None:
         self.experts.on_experts(t, step, load)
@@ -221,10 +214,8 @@ class History(Reader):
 
     def _note_levels(self) -> None:
         """Note how many requests run and wait, and how full the pool is."""
-        rates, state = self.rates, self.live.state
-        used = self.live.used
+        rates, state, used = self.rates, self.live.state, self.live.used
         rates.level("running", len(state.requests) - len(state.queue))
-        rates.level("waiting", len(state.queue))
         rates.level("used", used)
         self.trends.advance(rates.now)
         self.trends.level("pool", 100 * used)

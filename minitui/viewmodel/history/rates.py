@@ -1,4 +1,4 @@
-"""Rates: sums of tokens, steps and milliseconds in short buckets of working time, in memory of fixed size."""
+"""Rates: sums of tokens in short buckets of working time, in memory of fixed size."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Rates:
 
     # Of new requests, "cached" prompt tokens came from the cache and "missed" were computed. "resumed": the tokens that
     # requests took from the cache again after a preemption. "prefill": all tokens of prompts and of resumed requests.
-    SUMS = ("decode", "prefill", "cached", "missed", "resumed", "steps", "drafted", "accepted", "device_ms", "host_ms")
-    LEVELS = ("running", "waiting", "used")  # each bucket keeps the last value
-    MARKED = ("decode", "prefill", "cached", "missed", "resumed", "worst_ms")
+    SUMS = ("decode", "prefill", "cached", "missed", "resumed")
+    LEVELS = ("running", "used")  # each bucket keeps the last value
+    MARKED = (*SUMS, "worst_ms")
     TOTALS = ("cached", "missed", "resumed")  # also summed since the history began
 
     def __init__(self) -> None:
@@ -88,20 +88,14 @@ class Rates:
         """Count a planned step: its tokens of answers, of prompts, and of prompts of new requests."""
         columns, slot = self._columns, self._slot
         columns["decode"][slot] += decodes
-        columns["steps"][slot] += 1
         if prefill:
             columns["prefill"][slot] += prefill
             self.add("missed", missed)
 
-    def add_durations(
-        self, took_ms: float, wall_ms: float, host_ms: float, device_ms: float | None, delayed_ms: float | None = None
-    ) -> None:
+    def add_durations(self, took_ms: float, wall_ms: float, delayed_ms: float | None) -> None:
         """Count the durations of a finished step. `delayed_ms`: how long slow motion or a pause delayed the step."""
-        columns, slot = self._columns, self._slot
-        columns["worst_ms"][slot] = max(took_ms, columns["worst_ms"][slot])
-        columns["host_ms"][slot] += host_ms
-        if device_ms is not None:
-            columns["device_ms"][slot] += device_ms
+        worst = self._columns["worst_ms"]
+        worst[self._slot] = max(took_ms, worst[self._slot])
         if self._planned and delayed_ms is not None:  # a sleep takes longer than planned
             self._stretched += max(0.0, delayed_ms / 1e3 - self._planned)
         self._planned = 0.0

@@ -60,8 +60,6 @@ class StepRow:
     drafts: tuple[Draft, ...] = ()
     comm_ms: float | None = None  # time in collectives between ranks: the `comm` record
     parts: StepParts | None = None  # None: not recorded
-    keys: float = 0.0  # keys that its decoding requests read
-    pairs: float = 0.0  # pairs of a query and a key in its prefill chunks
     cut_ms: float = 0.0  # time left out of the axis before this step (spans.py)
     held: bool = False  # planned while the engine was paused or slowed
 
@@ -325,8 +323,7 @@ class Steps(Reader):
             launch_ms=None if not timed or launch != launch else launch, commit_ms=self._commit[i] if timed else None,
             device_ms=None if not timed or device != device else device, ended=self._ended[i] if timed else None,
             end_seq=self._end_seq[i], drafts=self._drafts_of(step), comm_ms=None if comm != comm else comm,
-            parts=self._parts_of(i), keys=self._keys[i], pairs=self._pairs[i], cut_ms=self._cut[i],
-            held=bool(self._held[i]),
+            parts=self._parts_of(i), cut_ms=self._cut[i], held=bool(self._held[i]),
         )
 
     def planned_ahead(self, step: int) -> bool:
