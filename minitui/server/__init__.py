@@ -6,7 +6,7 @@
     bodies.py        inflates, bounds and validates bodies
     errors.py        converts every error to OpenAI's format
     service.py       owns the engine client: loading, restart, admission, drain
-    strict.py        the base classes of requests; unknown.py refuses unknown fields
+    strict.py        the base classes of requests; refuses unknown fields
     notices.py       tells callers what was ignored: the header X-Minitui-Warning
     schema.py        the fields that requests share; constraints.py: those that constrain a reply
     answer.py        answers one request, as a whole or as events

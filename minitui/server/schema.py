@@ -1,6 +1,6 @@
 """Defines the fields that several requests share. Types are strict: "5" is not a number.
 
-Unknown fields are refused (unknown.py). Some fields that clients send are accepted but
+Unknown fields are refused (strict.py). Some fields that clients send are accepted but
 have no effect; comments mark them.
 
 A body may have a million faults, and collecting all of them would take longer than a reply. So checking a list stops at

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -167,47 +166,6 @@ def test_anthropics_tool_runner_calls_the_tool_and_answers(url: str, stream: boo
 # ---- command line agents
 
 BIN = Path(os.environ.get("MINITUI_AGENTS") or "none").absolute() / "node_modules" / ".bin"
-MCP_SERVER = """
-import json, sys
-TOOL = {"name": "get_temperature", "description": "How warm it is in a city.",
-        "inputSchema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}
-for line in sys.stdin:
-    asked = json.loads(line)
-    answers = {
-        "initialize": {"protocolVersion": asked.get("params", {}).get("protocolVersion"), "capabilities": {"tools": {}},
-                       "serverInfo": {"name": "weather", "version": "1"}},
-        "tools/list": {"tools": [TOOL]},
-        "tools/call": {"content": [{"type": "text", "text": "17"}]},
-    }
-    if "id" in asked:
-        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": answers.get(asked["method"], {})}), flush=True)
-"""
-
-
-@pytest.mark.skipif(not (BIN / "codex").exists(), reason="MINITUI_AGENTS names no directory with Codex")
-def test_codex_calls_a_tool_of_an_mcp_server_and_answers(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
-    (tmp_path / "weather.py").write_text(MCP_SERVER)
-    model = scripted(tmp_path, "mcp__weather__get_temperature", {"city": CITY}, SENTENCE)
-    engine = {"model": str(model), "num_blocks": 2048}
-    with serving(tmp_path, engine, served_names=("scripted",)) as running:
-        options = {
-            "model": "scripted", "model_provider": "minitui", "approval_policy": "never",
-            "sandbox_mode": "danger-full-access", "model_providers.minitui.name": "minitui",
-            "model_providers.minitui.base_url": f"{running.url}/v1", "model_providers.minitui.wire_api": "responses",
-            "mcp_servers.weather.command": sys.executable, "mcp_servers.weather.args": [str(tmp_path / "weather.py")],
-        }
-        given = [word for name, value in options.items() for word in ("-c", f"{name}={json.dumps(value)}")]
-        told = subprocess.run(
-            [BIN / "codex", "exec", "--json", "--skip-git-repo-check", *given, QUESTION], cwd=tmp_path, timeout=120,
-            env={**os.environ, "CODEX_HOME": str(home)}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        )
-    items = [event["item"] for event in map(json.loads, told.stdout.splitlines()) if event["type"] == "item.completed"]
-    called, answered = items[-2:]
-    assert called["type"] == "mcp_tool_call", told
-    assert called["status"] == "completed" and "17" in json.dumps(called)
-    assert (answered["type"], answered["text"]) == ("agent_message", SENTENCE)
 
 
 class Agent(NamedTuple):

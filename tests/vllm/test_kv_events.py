@@ -131,13 +131,15 @@ class Publisher:
 
 
 @contextlib.asynccontextmanager
-async def attached(replays: bool, *before: Any) -> AsyncIterator[tuple[Publisher, KvSource, FakeServer]]:
+async def attached(
+    replays: bool, *before: Any, api: FakeServer | None = None, tokenizer: str | None = None
+) -> AsyncIterator[tuple[Publisher, KvSource, FakeServer]]:
     """`before`: events that the server published before minitui came."""
     publisher = Publisher(replays)
     for event in before:
         await publisher.publish(event)
-    api = await FakeServer(models=("tutor",), page=PAGE).start()
-    source = KvSource(api.url, publisher.address, tokenizer=str(model_dir()))
+    api = await (api or FakeServer(models=("tutor",), page=PAGE)).start()
+    source = KvSource(api.url, publisher.address, tokenizer=str(model_dir()) if tokenizer is None else tokenizer)
     try:
         await source.start(lambda progress: None)
         await publisher.subscribed()
@@ -474,15 +476,10 @@ def pages(text: list[int], start: int = 0, medium: tuple[str, ...] = ("GPU",)) -
 )
 async def test_a_server_of_sglang_is_shown(pool: str, info: str, medium: tuple[str, ...]) -> None:
     """Its metrics and its events: arrays, one for each block of one token, negative hashes, the first removed first."""
-    publisher = Publisher(True)
     api = FakeSglang(page=SGLANG + pool)
     api.info = info
-    await api.start()
-    source = KvSource(api.url, publisher.address)
     first, second = tokens(0, 3000), tokens(0, 1000) + tokens(7000, 20)
-    try:
-        await source.start(lambda progress: None)
-        await publisher.subscribed()
+    async with attached(True, api=api, tokenizer="") as (publisher, source, _):
         assert source.num_blocks == 59902 and source.tree.size == 1 and source.no_texts == ""
         metrics = source.metrics
         assert (metrics.running, metrics.waiting, metrics.cache_use, metrics.hit_rate) == (3, 2, 0.28, 0.25)
@@ -498,10 +495,6 @@ async def test_a_server_of_sglang_is_shown(pool: str, info: str, medium: tuple[s
         assert source.tree.removed == 2000 and source.began_again == ""
         await publisher.publish(["AllBlocksCleared"])
         await until(lambda: len(source.tree) == 0)
-    finally:
-        await source.close()
-        await api.kill()
-        await publisher.close()
 
 
 def test_random_events_give_the_texts_that_are_cached() -> None:

@@ -187,7 +187,7 @@ def _waits(stage: Stage) -> str:
     return f"r{event.request}: {event.record.reason}" if event is not None else "none"
 
 
-FILE = Path(__file__).parents[1] / "vllm.trace"  # `python -m tests.support.vllm_lesson` writes it
+FILE = Path(__file__).parents[1] / "vllm.trace"  # tests/support/vllm_lesson.py of commit c9c7637c wrote it
 FIGURES = ("preempted in step (from 1)", "its computed tokens", "still cached when it resumed", "computed again")
 
 
