@@ -62,8 +62,12 @@ class Parameter:
         return self.default if self.off is not None and value == self.off else value
 
     def parse(self, text: str) -> Any:
-        """Returns the value that a user typed. Raises ValueError."""
-        return self.types[0](text)
+        """Returns the value that a user typed. Raises InvalidRequest."""
+        try:
+            return self.types[0](text)
+        except ValueError:
+            self.check(text, 0)  # says what it must be
+            raise
 
     def check(self, value: Any, vocab_size: int) -> None:
         """Raises InvalidRequest if the engine cannot use the value."""
@@ -107,7 +111,7 @@ class Flag(Parameter):
 
     def parse(self, text: str) -> bool:
         if text.lower() not in (*ON, *OFF):
-            raise ValueError(text)
+            raise self.refusal(f"is {shown(text)}: it must be on or off")
         return text.lower() in ON
 
 

@@ -29,10 +29,7 @@ class Sampling(_Options):
         `cannot_use`: Source.cannot_use of the engine or server that answers."""
         if name not in OPTIONS:
             raise InvalidRequest(f"there is no setting {name!r}; the settings are {', '.join(OPTIONS)}", name)
-        try:
-            value = None if text in ("", "default", "none") else OPTIONS[name].parse(text)
-        except ValueError:
-            raise InvalidRequest(f"{name} cannot be {text!r}", name) from None
+        value = None if text in ("", "default", "none") else OPTIONS[name].parse(text)
         changed = replace(self, **{name: value})
         changed.params({}).validate(LARGEST)
         if value is not None and (reason := cannot_use(name)):

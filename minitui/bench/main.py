@@ -31,6 +31,12 @@ HELP = """Measure this machine, and the share of its limits that the engine reac
 """
 
 
+ABOVE = (
+    "above 100% of a limit: a model that fits into the caches of the processor is not read from memory, products of "
+    "fewer bits are quicker than the limit's, and other programs may have slowed the measurement of the limits"
+)
+
+
 @dataclass(kw_only=True)
 class Options:
     """The options of `minitui bench` without --url."""
@@ -204,6 +210,9 @@ def _measure(
                 say(note)
                 notes.append(note)
             rows = said(cpu_rows(llm, work, limits, options.pairs, other), say)
+            if any((row["share"] or 0.0) > 1.0 for row in rows):
+                say(ABOVE)
+                notes.append(ABOVE)
     result: dict[str, Any] = {"info": info.to_json(), "notes": notes, "rows": rows}
     llm.engine.check()
     llm.close()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minitui.prefix.diagnose import CAUSES, Finding
+from minitui.prefix.diagnose import ALIKE, CAUSES, ROUNDING, Finding
 from minitui.text import count
 from minitui.visible import visible_line
 
@@ -78,6 +78,10 @@ def what_costs(summary: Summary) -> list[str]:
             f"{costly.cause}: {count(costly.tokens, 'token')}{seconds} in {count(costly.requests, 'request')}. "
             f"Change: {CAUSES[costly.cause][1]}."
         )
+    if not out and summary.kept is not None and summary.kept < 1.0:
+        return [
+            f"No request lost more of its prefix than what may fill no block: {ROUNDING} tokens, or {ALIKE:.0%} of it."
+        ]
     return out or ["No request lost its prefix."]
 
 

@@ -110,7 +110,8 @@ def _parse(model: type[BaseModel], body: bytes) -> BaseModel:
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is not JSON: {error.msg}", None, "bad_json") from None
     except (ValueError, RecursionError):
-        raise ApiError(400, "the body cannot be read: it is not UTF-8, or is nested too deeply") from None
+        reasons = "it is not UTF-8, is nested too deeply, or has a number of more than 4,300 digits"
+        raise ApiError(400, f"the body cannot be read: {reasons}") from None
     try:
         return model.model_validate(value, from_attributes=True)  # as FastAPI does
     except ValidationError as error:

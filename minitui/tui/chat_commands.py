@@ -13,6 +13,7 @@ from minitui.chat.describe import split_thinking
 from minitui.tui.apps.app_base import AppBase
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.tokens import TokensScreen
+from minitui.tui.widgets.rows import whole_words
 
 FIRST_QUESTION = "What is a radix tree?"
 MAX_DIGITS = 12
@@ -226,7 +227,8 @@ class ChatCommands:
         found = transcripts.pieces(self.session.messages)
         if not found:
             raise EngineError("there is nothing to copy yet")
-        rows = [(f"{n:>3} {kind:<9}", " ".join(text.split())[:100]) for n, (kind, text) in enumerate(found, 1)]
+        texts = [(kind, whole_words(" ".join(text.split()), 100)) for kind, text in found]
+        rows = [(f"{n:>3} {kind:<9}", text) for n, (kind, text) in enumerate(texts, 1)]
         self.app.choose("Copy", rows, lambda row: self._copy(*found[int(row.split()[0]) - 1]))
 
     def do_tokens(self, _: str) -> None:

@@ -16,6 +16,7 @@ from engine.errors import EngineError
 from minitui.goals import keeps
 from minitui.text import count
 from minitui.trace.reader import TraceReader
+from minitui.viewmodel.compare.comparison import number
 from minitui.viewmodel.compare.runs import QUANTITIES, Run, RunFigures, recorded_view
 from minitui.viewmodel.view import View
 from minitui.whatif.asked import Recorded, asked_in
@@ -233,7 +234,7 @@ def reason(advice: Advice) -> str:
 def as_data(point: Point) -> dict[str, Any]:
     """Returns a point as data."""
     keys = {one.name: one.key for one in QUANTITIES}
-    figures = {keys[name]: value for name, value in asdict(point.figures).items() if name in keys}
+    figures = {keys[name]: number(value) for name, value in asdict(point.figures).items() if name in keys}
     return {
         "changes": point.changes, "figures": figures, "within_goals": point.good, "goodput_per_second": point.goodput,
         "refused_requests": point.refused, "extrapolated_steps": point.extrapolated, "notes": point.notes,

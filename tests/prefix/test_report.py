@@ -44,6 +44,17 @@ def test_the_summary_and_the_exit_code(tmp_path):
     assert "| tools reordered | client | 1 |" in doctor(tmp_path / "log", "--markdown").stdout
 
 
+def test_what_is_missing_without_a_cause_is_not_denied(tmp_path):
+    """Prompts of 12 tokens fill no block: the server had none of them, and no request is at fault."""
+    session = Session(3, "openai", False)
+    session.ask()
+    turns = [replace(session.turns[0], number=n, prompt=12, cached=0) for n in range(3)]
+    (tmp_path / "log").write_text("\n".join([json.dumps({"format": FORMAT}), *(turn.to_json() for turn in turns)]))
+    text = doctor(tmp_path / "log").stdout
+    assert "could have been cached: 67%    was cached: 0%" in text
+    assert "No request lost more of its prefix than what may fill no block: 256 tokens, or 5% of it." in text
+
+
 def test_an_eviction_in_a_recording_is_named_and_nothing_is_invented(tmp_path):
     real(tmp_path / "roomy.trace", replace(BASE, blocks=2000), 1, closed=True, salts=False)
     assert {one.cause for one in findings_in(TraceReader(tmp_path / "roomy.trace"))} <= {"first", "none"}

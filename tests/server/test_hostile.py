@@ -343,6 +343,7 @@ def test_a_broken_body_is_a_400(server: Running, name: str) -> None:
         answer = server.http.post(path, content=BODIES[name])
         error = refused(*told(answer), 400)
         assert error["type"] == "invalid_request_error"
+        assert name != "an int of 5,000 digits" or "4,300 digits" in error["message"]
 
 
 MANY = 10_000

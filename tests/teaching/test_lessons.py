@@ -269,8 +269,8 @@ def test_typed_settings_are_read_or_refused_with_a_sentence() -> None:
     assert parse_settings(" ") == {}
     for wrong, sentence in (
         ("heat 2", "no setting 'heat'"),
-        ("top_k many", "top_k needs a number"),
-        ("top_p", "a number"),
+        ("top_k many", "top_k is 'many': it must be a whole number"),
+        ("top_p", "a finite number"),
     ):
         with pytest.raises(EngineError, match=sentence):
             parse_settings(wrong)

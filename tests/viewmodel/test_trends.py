@@ -7,6 +7,7 @@ import pytest
 
 from minitui.dev.panel import stress_view
 from minitui.dev.simulator import CLASSROOM
+from minitui.text import short
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.inspect.trends import TrendCharts
@@ -59,6 +60,16 @@ def test_a_column_has_the_values_of_its_time_and_a_level_lasts() -> None:
     assert first.count[-4:].tolist() == [1, 0, 1, 1] and np.isnan(first.p50[-3])
     past, (p50, _, _) = trends.series("pool", 60, 60, 2.5, live=False)
     assert past.p50[-2:].tolist() == [10, 20] and p50 == 10, "in the past, later values are not known"
+
+
+def test_a_level_is_rounded_once() -> None:
+    """12 of 256 blocks are 4.69 %: "now 5 %" and "p50 4 %" of the same pool would contradict each other."""
+    trends = Trends()
+    for now, blocks in ((0.0, 11), (0.1, 12), (2.0, 13)):
+        trends.advance(now)
+        trends.level("pool", 100 * blocks / 256)
+    p50, _, _ = trends.series("pool", SPANS[0], 60, 2.0, live=True)[1]
+    assert short(p50) == short(100 * 12 / 256) == "5"
 
 
 def test_a_level_counts_for_the_time_that_it_lasts() -> None:

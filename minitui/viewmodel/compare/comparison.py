@@ -255,7 +255,7 @@ def as_data(comparison: Comparison, title: str, infos: Sequence[EngineInfo], not
     """Returns the comparison as data with the keys of RunFigures; null: not known."""
     changes = {
         one.quantity.key: {
-            "first": _number(one.first), "second": _number(one.second), "change_share": _number(one.share),
+            "first": number(one.first), "second": number(one.second), "change_share": number(one.share),
             "better": one.better,
         }
         for one in comparison.differences
@@ -273,15 +273,15 @@ def _run(run: Run, info: EngineInfo) -> dict[str, Any]:
     data = {
         "name": run.name,
         "settings": {name: known[name] for name in SETTINGS if name in known},
-        "figures": {KEYS[name]: _number(value) for name, value in asdict(run.figures).items()},
+        "figures": {KEYS[name]: number(value) for name, value in asdict(run.figures).items()},
     }
     return data if run.lanes is None else data | {"requests": [request_data(run.view, lane) for lane in run.lanes]}
 
 
-def _number(value: Any) -> Any:
+def number(value: Any) -> Any:
     """Returns whole numbers as such, and other numbers rounded as durations are; also of a dictionary's values."""
     if isinstance(value, dict):
-        return {name: _number(each) for name, each in value.items()}
+        return {name: number(each) for name, each in value.items()}
     if not isinstance(value, float):
         return value
     return int(value) if value.is_integer() else exact(value)

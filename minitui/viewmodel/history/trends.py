@@ -42,13 +42,13 @@ class Metric:
     def bin(self, value: float) -> int:
         """Returns the bin of a value."""
         if not self.low:
-            return max(0, min(BINS - 1, round(value * 2)))
+            return max(0, min(BINS - 1, round(value)))  # whole percents, as they are shown
         return 0 if value < self.low else min(BINS - 1, 1 + round(math.log(value / self.low) / math.log(RATIO)))
 
     def values(self) -> np.ndarray:
         """Returns the value of each bin."""
         if not self.low:
-            return np.arange(BINS) / 2
+            return np.arange(BINS, dtype=float)
         values = np.concatenate(([0.0], self.low * RATIO ** np.arange(BINS - 1)))
         return values if self.unit else values.round()  # a number of requests
 

@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from engine.trace.kind import kind_of, time_of
 from minitui.dev.panel import stress_view
 from minitui.dev.simulator import CLASSROOM
+from minitui.trace.bundled import find_trace
+from minitui.trace.reader import TraceReader
 from minitui.tui.theme import LIT, Palette
 from minitui.tui.widgets.inspect.icicle import Icicle
 from minitui.tui.widgets.inspect.tree import RadixTree
@@ -90,6 +93,25 @@ def test_an_evicted_text_is_hatched_where_it_was():
     for bar in gone:
         line = rows[1 + bar.first * icicle.apart]
         assert f"× {bar.end - bar.begin} tokens just evicted" in line and "╱" in line
+
+
+def test_the_words_of_an_evicted_text_at_the_right_edge_are_whole():
+    reader, view = TraceReader(find_trace("small-pool")), View()
+    view.reset(reader.part(0).snapshot)
+    widths = set()
+    for record in reader.records():
+        view.fold([record], time_of(record))
+        if kind_of(record) != "evict":
+            continue
+        view.frame(time_of(record))
+        for width in range(44, 100, 6):
+            _, icicle, rows = drawn(view, width, 12)
+            for bar in (bar for bar in icicle.bars if bar.kind == "evicted"):
+                words = rows[1 + bar.first * icicle.apart].rpartition("×")[2].strip()
+                tokens = f"{bar.end - bar.begin} tokens"
+                assert words in ("", tokens, f"{tokens} just evicted")
+                widths.add(words)
+    assert len(widths) > 1
 
 
 def test_a_click_on_a_bar_selects_it_and_v_shows_the_table():

@@ -963,6 +963,14 @@ def test_the_prompts_origin_is_its_match():
     assert checked > 20
 
 
+def test_a_waiting_prompts_origin_fits_beside_the_chat():
+    stress, view = stress_view(TIGHT, 2.0, 20)
+    newest = max(stress.scheduler.waiting, key=lambda request: request.id)
+    view.select("request", newest.id)
+    assert newest.prompt_len > 99
+    assert body(PromptOrigin(), view, 37, 3)[1].rstrip() == f"0 cached · 0 computed · {newest.prompt_len} left"
+
+
 # ---- looks
 
 

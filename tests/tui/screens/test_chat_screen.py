@@ -674,7 +674,7 @@ async def test_unknown_commands_and_wrong_arguments_are_sentences():
             ("/go 9", "chats 1 to 1"),
             ("/theme pink", "no theme"),
             ("/until never", "admission"),
-            ("/set temperature hot", "temperature"),
+            ("/set temperature hot", "it must be a finite number"), ("/set ignore_eos maybe", "on or off"),
             ("/s", "is ambiguous"),
             ("/step x", "number"),
         ):

@@ -8,7 +8,7 @@ from engine.trace.waste import WasteFigures
 from minitui.text import count, duration, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Run, Runs, runs_width, wrapped
+from minitui.tui.widgets.rows import Row, Run, Runs, fitting, runs_width, wrapped
 from minitui.viewmodel.explain.cut_hits import again_ms, served, why_ended
 from minitui.viewmodel.state.annotated_state import STATE_NAMES, AnnotatedState
 from minitui.viewmodel.state.side_groups import Strip, strips
@@ -38,9 +38,9 @@ class PromptOrigin(LinePanel, can_focus=False):
         cells = [round(n * width / prompt) for n in (cached, computed)]
         row = Row(g.busy * cells[0], "hit").add(g.prefill * cells[1], "prefill")
         row.to(width, g.unused, "faint")
-        words = Row(f"{cached:,} from the tree", "hit").add(" · ", "dim").add(f"{computed:,} computed", "prefill")
-        if waiting > 0:
-            words.add(f" · {waiting:,} left", "dim")
+        rest = f" · {computed:,} computed", f" · {waiting:,} left" if waiting > 0 else ""
+        found = fitting(width - sum(map(len, rest)), f"{cached:,} from the tree", f"{cached:,} cached")
+        words = Row(found, "hit").add(rest[0][:3], "dim").add(rest[0][3:], "prefill").add(rest[1], "dim")
         rows = [row.done(width), words.done(width)]
         if stop:
             why = why_ended(view.history, lane, stop, at, cached, detail)

@@ -57,7 +57,7 @@ class BlockTable(LinePanel):
         others = f", {shared} shared" if shared else ""
         texts = [f"  {blocks} for {tokens}{others}", f"  {blocks}, {tokens}{others}", f"  {blocks}{others}"]
         texts = [texts[0] + " with others", *texts] if shared else texts
-        state = "" if request.state == "running" else f"  {request.state}: holds no blocks"
+        state = "" if request.state == "running" else f"  {request.state}"
         head = _head(line, name, texts, state, width, height)
         title = "Block table · logical " + glyphs().arrow + " physical"
         note: list[Run] = []

@@ -16,7 +16,7 @@ from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import LIT, owner_style
 from minitui.tui.widgets.base import selected
-from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, cut, fit, whole_words
+from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, cut, fit, fitting, whole_words
 from minitui.viewmodel.state.side_groups import kept_ends
 from minitui.viewmodel.state.tree import TreeRow
 from minitui.viewmodel.view import View
@@ -214,10 +214,11 @@ def _row(bars: Sequence[Bar], y: int, per_column: float, marks: Marks, width: in
             style = f"underline {style.removeprefix('underline ')}"  # a line to the bar below
         if bar.kind == "evicted":
             left = width - at - 1
-            room = max(1, min(room, left - len(bar.text)))
+            text = fitting(left - 1, bar.text, bar.text.removesuffix(" just evicted"), glyphs().times)
+            room = max(1, min(room, left - len(text)))
             quote = f" {whole_words(clean(bar.name), room - 4)} " if bar.name and room >= WORDS else ""
             row.add(g.unused * min(2, room), "bad").add(quote, "bold bad")
-            row.add(g.unused * (at + room - row.width), "bad").add(" " + cut(bar.text, max(1, left - room)), "bold bad")
+            row.add(g.unused * (at + room - row.width), "bad").add(f" {text}", "bold bad")
             continue
         if bar.kind == "request":
             row.add(g.filling * room, "active")
