@@ -23,6 +23,9 @@ from minitui.teaching.scenarios import DEMOS
 from minitui.tui.apps.app import MinituiApp
 from minitui.tui.apps.demo import play_in_app
 
+DEMO = "shared-prefix"
+COLUMNS, ROWS = 110, 34
+SCALE = 0.75  # device pixels per unit of the SVG
 FRAMES_PER_S = 2.5
 COLOURS = 128
 LAST_FRAME_S = 6.0
@@ -36,15 +39,15 @@ class Frame:
     seconds: float
 
 
-async def film(name: str, columns: int, rows: int, beat: float) -> list[Frame]:
-    """Plays a demo to its end; returns the frames."""
-    demo = DEMOS[name]
-    app = make(Scene(_nothing, columns, rows, options=demo.options))
+async def film() -> list[Frame]:
+    """Plays the demo to its end; returns the frames."""
+    demo = DEMOS[DEMO]
+    app = make(Scene(_nothing, COLUMNS, ROWS, options=demo.options))
     app.chats.sampling.max_tokens = demo.max_tokens
     frames: list[Frame] = []
-    async with app.run_test(size=(columns, rows)):
+    async with app.run_test(size=(COLUMNS, ROWS)):
         await until(lambda: app.feed.live and app.progress is None)
-        playing = asyncio.create_task(play_in_app(demo, app, None, beat))
+        playing = asyncio.create_task(play_in_app(demo, app, None))
         last = time.monotonic()
         while not playing.done():
             await asyncio.sleep(1 / FRAMES_PER_S)
@@ -68,14 +71,14 @@ def _drawn(svg: str) -> str:
     return svg[svg.index("</defs>") :] if "</defs>" in svg else svg
 
 
-def write_gif(frames: list[Frame], path: Path, browser: str, scale: float) -> None:
+def write_gif(frames: list[Frame], path: Path, browser: str) -> None:
     """Draws the frames and writes them with one palette, so that only changed pixels take bytes."""
     from PIL import Image
 
     with tempfile.TemporaryDirectory() as folder:
         pictures: list[Any] = []
         for number, frame in enumerate(frames):
-            png = write_png(frame.svg, Path(folder) / f"{number}.png", browser, scale)
+            png = write_png(frame.svg, Path(folder) / f"{number}.png", browser, SCALE)
             with Image.open(png) as image:
                 ground = Image.new("RGB", image.size, "#0d1117")
                 ground.paste(image, mask=image.getchannel("A") if "A" in image.getbands() else None)
@@ -107,21 +110,14 @@ def _palette(pictures: list[Any]) -> Any:
 
 def main(
     file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("screenshots/shared-prefix.gif"),
-    demo: Annotated[str, typer.Option(help=f"One of {', '.join(DEMOS)}.")] = "shared-prefix",
-    size: Annotated[str, typer.Option(help="Columns x rows of the terminal.")] = "110x34",
-    beat: Annotated[float, typer.Option(help="Factor for the length of the pauses for reading.")] = 1.0,
-    scale: Annotated[float, typer.Option(help="Device pixels per unit of the SVG.")] = 0.75,
 ) -> None:
     """Play a demo and write an animated GIF of it."""
-    if demo not in DEMOS:
-        raise typer.BadParameter(f"there is no demo {demo!r}: the demos are {', '.join(DEMOS)}")
     browser = find_browser()
     if browser is None:
         raise SystemExit(f"minitui.dev.screencast: {NO_BROWSER}")
-    columns, _, rows = size.partition("x")
     try:
-        frames = asyncio.run(film(demo, int(columns), int(rows), beat))
-        write_gif(frames, file, browser, scale)
+        frames = asyncio.run(film())
+        write_gif(frames, file, browser)
     except EngineError as error:
         raise SystemExit(f"minitui.dev.screencast: {error}") from None
     seconds = sum(frame.seconds for frame in frames)

@@ -118,6 +118,15 @@ class CompletionStream(ServerStream):
         """Returns the metrics of the answer."""
         raise NotImplementedError
 
+    def _clocked(self, tokens: int) -> dict[str, Any]:
+        """Returns what this client's clock tells of an answer of this many tokens."""
+        seconds = self._last - self._first
+        return {
+            "output_tokens": tokens,
+            "ttft_ms": (self._first - self._began) * 1e3 if self._first else None,
+            "decode_tok_s": (tokens - 1) / seconds if tokens > 1 and seconds > 0 else 0.0,
+        }
+
     def _add(self, text: str, ids: list[int]) -> None:
         self._count(text)
         self._last = time.perf_counter()
@@ -165,15 +174,11 @@ class OpenAIStream(CompletionStream):
     def _measured(self) -> dict[str, Any]:
         """Returns metrics from the server's usage and this client's clock; unknown values are None. If the server sends
         no usage, each piece counts as one token."""
-        tokens = count(self._usage.get("completion_tokens")) or self._pieces
-        seconds = self._last - self._first
         details = self._usage.get("prompt_tokens_details")
         return {
             "prompt_tokens": count(self._usage.get("prompt_tokens")),
-            "output_tokens": tokens,
             "cached_tokens": count(details.get("cached_tokens")) if isinstance(details, dict) else None,
-            "ttft_ms": (self._first - self._began) * 1e3 if self._first else None,
-            "decode_tok_s": (tokens - 1) / seconds if tokens > 1 and seconds > 0 else 0.0,
+            **self._clocked(count(self._usage.get("completion_tokens")) or self._pieces),
         }
 
 

@@ -187,13 +187,7 @@ class VllmStream(CompletionStream, Reader):
         super()._cancelled()
 
     def _measured(self) -> dict[str, Any]:
-        seconds = self._last - self._first
-        first = (self._first - self._began) * 1e3 if self._first else None
-        return {
-            "prompt_tokens": self._tokens, "output_tokens": self._output, "cached_tokens": None, "ttft_ms": first,
-            "decode_tok_s": (self._output - 1) / seconds if self._output > 1 and seconds > 0 else 0.0,
-            **self._metrics,
-        }
+        return {"prompt_tokens": self._tokens, "cached_tokens": None, **self._clocked(self._output), **self._metrics}
 
 
 class VllmSource(RemoteSource):

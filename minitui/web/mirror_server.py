@@ -14,7 +14,7 @@ import json
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -159,23 +159,31 @@ class MirrorSite(Site):
         await websocket.close()
 
 
-async def serve_mirror(
-    settings: WebSettings, listening: socket.socket, command: list[str], on_ready: Callable[[str, str], None]
-) -> int:
-    """Serve until the application ends or a signal arrives; returns the exit code. `on_ready` is called with the tokens
-    of viewers and presenter."""
+async def serve_mirror(settings: WebSettings, listening: socket.socket, command: list[str]) -> int:
+    """Serve the application that `command` starts, until it ends or a signal arrives; returns the exit code. Raises
+    EngineError."""
+    from minitui.server.command import address
+
     stop = stopped()
     application = Application(command, SIZE)
     viewers, presenter = settings.token, secrets.token_urlsafe(24)
+    host, port = settings.host, listening.getsockname()[1]
+    here = address("127.0.0.1" if host in ("0.0.0.0", "::") else host, port)
     running: list[asyncio.Task[Any]] = []
     try:
         await application.start()
         running = [asyncio.create_task(application.run()), asyncio.create_task(stop.wait())]
-        site = MirrorSite(application, settings.host, viewers, presenter, settings.names, settings.link)
-        site.url = reachable(settings, listening.getsockname()[1])
+        site = MirrorSite(application, host, viewers, presenter, settings.names, settings.link)
+        site.url = reachable(settings, port)
         application.send(type="link", link=f"{site.url}/{site.link}")
         async with site.serving(listening):
-            on_ready(viewers, presenter)
+            print(
+                f"viewers watch at {site.url}/?token={viewers}\n"
+                f"phones answer at {site.url}/{settings.link}-{viewers}\n"
+                f"your notes are at {here}/lecturer?token={presenter}\n"
+                f"you type at {here}/?token={presenter}",
+                file=sys.stderr, flush=True,
+            )
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         await application.stop()
         if application.message:  # such as a recording that is not complete
@@ -188,23 +196,3 @@ async def serve_mirror(
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await application.stop()
-
-
-def run_mirror(settings: WebSettings, listening: socket.socket, command: list[str]) -> int:
-    """Serve the mirrored application that `command` starts; returns the exit code. Raises EngineError."""
-    from minitui.server.command import address
-
-    host, port = settings.host, listening.getsockname()[1]
-    presenter_address = address("127.0.0.1" if host in ("0.0.0.0", "::") else host, port)
-    others = reachable(settings, port)
-
-    def ready(viewers: str, presenter: str) -> None:
-        print(
-            f"viewers watch at {others}/?token={viewers}\n"
-            f"phones answer at {others}/{settings.link}-{viewers}\n"
-            f"your notes are at {presenter_address}/lecturer?token={presenter}\n"
-            f"you type at {presenter_address}/?token={presenter}",
-            file=sys.stderr, flush=True,
-        )
-
-    return asyncio.run(serve_mirror(settings, listening, command, ready))

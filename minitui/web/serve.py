@@ -21,7 +21,7 @@ def run_web(settings: WebSettings, engine: OwnServer | None = None) -> int:
     """Serve the application until a signal arrives; returns the exit code. `engine`: the server that all applications
     use. Raises EngineError."""
     try:
-        from minitui.web.mirror_server import run_mirror
+        from minitui.web.mirror_server import serve_mirror
         from minitui.web.tabs import serve_tabs
     except ImportError as error:
         raise EngineError(not_installed("the application in a browser", error, "web,serve")) from error
@@ -41,7 +41,7 @@ def run_web(settings: WebSettings, engine: OwnServer | None = None) -> int:
         if engine is not None:
             command += ["--connect", engine.start()]
         if settings.mirror:
-            return run_mirror(settings, listening, command)
+            return asyncio.run(serve_mirror(settings, listening, command))
 
         def ready(token: str) -> None:
             url = address(host, listening.getsockname()[1])
