@@ -99,16 +99,13 @@ async def find_rate(
 
 async def first_model(url: str, key: str) -> str:
     """Returns the first model that the server lists."""
-    from minitui.sources.http import check, httpx, load_json, open_client, unreachable
+    from minitui.sources.openai import OpenAISource
 
-    async with open_client(url, key) as client:
-        try:
-            listed = load_json((await check(await client.get("/v1/models"))).content)
-            return str(listed["data"][0]["id"])
-        except (httpx.HTTPError, OSError) as error:
-            raise unreachable(url, error) from error
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise EngineError(f"{url}/v1/models lists no model: choose one with --model") from error
+    source = OpenAISource(url, key)
+    try:
+        return (await source.list_models())[0]
+    finally:
+        await source.close()
 
 
 def load(options: LoadOptions) -> None:

@@ -208,8 +208,6 @@ class OpenAISource(Source):
             self.kind = self.kind or "openai"
             if self._model and names and self._model not in names:
                 raise EngineError(f"{self.url} has no model {self._model!r}; it has {', '.join(names[:8])}")
-            if not self._model and not names:
-                raise EngineError(f"{self.url} lists no model: choose one with --model")
             model = self._model or names[0]
             self.info = EngineInfo(model=model, device=self.url, log_file="on the server")
             self.keep(self.poller.run())
@@ -229,6 +227,8 @@ class OpenAISource(Source):
                     )
                 return []
             entries = load_json(response.content)["data"][:MAX_MODELS]
+            if not self._model and not entries:
+                raise EngineError(f"{self.url} lists no model: choose one with --model")
             self.kind = next((e["owned_by"] for e in entries if e.get("owned_by") in KINDS), "openai")
             return [str(entry["id"])[:MAX_NAME] for entry in entries]
         except (httpx.HTTPError, OSError) as error:
