@@ -15,43 +15,20 @@ import torch.nn.functional as F
 from engine.attention import kv_fp8
 from engine.attention.base import AttentionShape, ForwardMeta, Sinks
 
-SMALL_GATHER = 1 << 21  # key elements; up to this number, numpy with one thread copies faster than torch with several
-
-
-@dataclass(slots=True)
-class _Cache:
-    """Views of the KV cache of one layer."""
-
-    k_cache: torch.Tensor  # the tensor from which the views were made
-    arrays: tuple[np.ndarray, np.ndarray]  # keys and values [all slots, Hkv, D]
-    keys: torch.Tensor  # [1, Hkv, all slots, D]
-    values: torch.Tensor
-
 
 @dataclass(slots=True)
 class _Gather:
-    """How to copy the keys and values of n sequences, L positions of each, from the cache into buffers."""
+    """Where the keys and values of n sequences are, L positions of each."""
 
-    slots: np.ndarray  # int64 [n · L]
-    buffers: torch.Tensor  # [2, n · L, Hkv, D]
-    arrays: np.ndarray | None  # the buffers as numpy arrays; None: torch makes the copy
-    keys: torch.Tensor  # [n, Hkv, L, D], a view of the first buffer
-    values: torch.Tensor  # a view of the second buffer
-
-
-@dataclass(slots=True)
-class _InPlace:
-    """Where the keys and values of one sequence are. Its slots are consecutive, so no copy is needed."""
-
-    first: int  # the first slot
-    length: int  # number of slots
+    slots: torch.Tensor | int  # int64 [n · L]; of one sequence in consecutive slots, which are read in place: the first
+    shape: tuple[int, int]  # n, L
 
 
 @dataclass(slots=True)
 class _Decodes:
     """All sequences that decode, as one padded batch."""
 
-    gather: _Gather | _InPlace
+    gather: _Gather
     mask: torch.Tensor | None  # [n, 1, 1, L], 0 or −inf, added to the scores; None: no mask
 
 
@@ -60,7 +37,7 @@ class _Prefill:
     """One sequence's chunk: its tokens in q, its keys and values, and its mask."""
 
     tokens: slice
-    gather: _Gather | _InPlace
+    gather: _Gather
     mask: torch.Tensor | None  # [q_len, L], 0 or −inf; None: causal mask; queries and keys are the same tokens
 
 
@@ -79,23 +56,17 @@ class TorchAttention:
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
-        self._by_numpy = device.type == "cpu" and dtype != torch.bfloat16  # numpy has no bfloat16
         self._num_decodes = 0
         self._scales: torch.Tensor | None = None  # scales of the current layer's cache; None: it is not 8-bit
         self._plans: dict[int, tuple[_Decodes | None, list[_Prefill]]] = {}
         # One buffer for all layers and steps: the page faults of new memory would cost more than the copy.
         self._buffer = torch.empty(0, dtype=dtype, device=device)
-        self._caches: dict[int, _Cache] = {}
         self._offsets = np.arange(block_size)
         self._positions = np.arange(0)
 
     def plan(self, meta: ForwardMeta) -> None:
         table, lengths, bounds = (part.cpu().numpy() for part in (meta.block_table, meta.seq_lens, meta.cu_seqlens_q))
-        self.plan_arrays(table, lengths, bounds, meta.num_decodes)
-
-    def plan_arrays(self, table: np.ndarray, lengths: np.ndarray, bounds: np.ndarray, num_decodes: int) -> None:
-        """Like `plan`, with host arrays: block table [n, columns], lengths [n], bounds [n + 1] (cu_seqlens_q)."""
-        self._num_decodes = n = num_decodes
+        self._num_decodes = n = meta.num_decodes
         self._plans = {}
         for window in set(self._windows):
             decodes = self._plan_decodes(table[:n], lengths[:n], window) if n else None
@@ -125,7 +96,7 @@ class TorchAttention:
         self, layer: int, decodes: _Decodes, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
         n, (kv_heads, dim) = len(q), self._heads
-        keys, values = self._read(layer, decodes.gather, k_cache, v_cache)
+        keys, values = self._read(decodes.gather, k_cache, v_cache)
         # The query heads that share a key head are passed as several queries of one head, so no key is copied.
         grouped = q.reshape(n, kv_heads, -1, dim)
         if self._softcap or self._sinks is not None:
@@ -137,7 +108,7 @@ class TorchAttention:
     def _run_prefill(
         self, layer: int, chunk: _Prefill, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
-        keys, values = self._read(layer, chunk.gather, k_cache, v_cache)
+        keys, values = self._read(chunk.gather, k_cache, v_cache)
         if self._softcap or self._sinks is not None:
             tokens, (kv_heads, dim) = len(q), self._heads
             mask = chunk.mask
@@ -173,43 +144,23 @@ class TorchAttention:
         return torch.matmul(weights.flatten(2, 3), values)
 
     def _read(
-        self, layer: int, gather: _Gather | _InPlace, k_cache: torch.Tensor, v_cache: torch.Tensor
+        self, gather: _Gather, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the keys and values [n, Hkv, L, D] of this layer, valid until the next call."""
-        if self._scales is not None:
-            return self._read_fp8(gather, self._scales, k_cache, v_cache)
-        cache = self._caches.get(layer)
-        if cache is None or cache.k_cache is not k_cache:
-            flat = [part.view(-1, *self._heads) for part in (k_cache, v_cache)]
-            keys, values = (part[None].transpose(1, 2) for part in flat)
-            arrays = [part.numpy() if self._by_numpy else np.empty(0) for part in flat]
-            cache = self._caches[layer] = _Cache(k_cache, (arrays[0], arrays[1]), keys, values)
-        if isinstance(gather, _InPlace):
-            first, length = gather.first, gather.length
-            return cache.keys.narrow(2, first, length), cache.values.narrow(2, first, length)
-        if gather.arrays is not None:
-            for array, out in zip(cache.arrays, gather.arrays, strict=True):
-                np.take(array, gather.slots, 0, out, "clip")
-        else:
-            slots = torch.from_numpy(gather.slots).to(self._device)
-            for part, out in zip((k_cache, v_cache), gather.buffers, strict=True):
-                torch.index_select(part.view(-1, *self._heads), 0, slots, out=out)
-        return gather.keys, gather.values
-
-    def _read_fp8(
-        self, gather: _Gather | _InPlace, scales: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_read` for an 8-bit cache: gather bytes, then convert them to the model's type."""
-        n, length = (1, gather.length) if isinstance(gather, _InPlace) else gather.keys.shape[::2]
-        found = []
-        for cache, scale in zip((k_cache, v_cache), scales, strict=True):
-            flat = cache.view(-1, *self._heads).view(torch.uint8)
-            if isinstance(gather, _InPlace):
-                part = flat.narrow(0, gather.first, gather.length)
-            else:
-                part = flat.index_select(0, torch.from_numpy(gather.slots).to(self._device))
-            wide = kv_fp8.dequantise(part.view(kv_fp8.FP8), scale, self._dtype)
-            found.append(wide.view(n, length, *self._heads).transpose(1, 2))
+        count, scales, found = gather.shape[0] * gather.shape[1], self._scales, []
+        for i, cache in enumerate((k_cache, v_cache)):
+            part = cache.view(-1, *self._heads)
+            if isinstance(gather.slots, int):
+                part = part.narrow(0, gather.slots, count)
+            elif scales is None:
+                numbers = count * self._heads[0] * self._heads[1]
+                buffer = self._buffer[i * numbers : (i + 1) * numbers].view(count, *self._heads)
+                part = torch.index_select(part, 0, gather.slots, out=buffer)
+            else:  # copied as bytes: torch cannot copy 8-bit floating-point numbers by index
+                part = part.view(torch.uint8).index_select(0, gather.slots).view(kv_fp8.FP8)
+            if scales is not None:
+                part = kv_fp8.dequantise(part, scales[i], self._dtype)
+            found.append(part.view(*gather.shape, *self._heads).transpose(1, 2))
         return found[0], found[1]
 
     def _plan_decodes(self, table: np.ndarray, lengths: np.ndarray, window: int) -> _Decodes:
@@ -253,18 +204,14 @@ class TorchAttention:
             return table[:, blocks[0]] * np.int64(self._block_size) + offsets
         return np.take_along_axis(table, blocks, 1) * np.int64(self._block_size) + offsets
 
-    def _gather(self, slots: np.ndarray) -> _Gather | _InPlace:
+    def _gather(self, slots: np.ndarray) -> _Gather:
         """Choose how to read slots [n, L]: in place for one sequence with consecutive slots, else by a copy."""
+        shape, elements = (slots.shape[0], slots.shape[1]), slots.size * self._heads[0] * self._heads[1]
         if len(slots) == 1 and (slots[0, 1:] - slots[0, :-1] == 1).all():
-            return _InPlace(int(slots[0, 0]), len(slots[0]))
-        count, shape = slots.size, (*slots.shape, *self._heads)
-        elements = count * self._heads[0] * self._heads[1]
+            return _Gather(int(slots[0, 0]), shape)
         if self._buffer.numel() < 2 * elements:
             self._buffer = torch.empty(2 * elements + elements // 2, dtype=self._dtype, device=self._device)
-        buffers = self._buffer[: 2 * elements].view(2, count, *self._heads)
-        by_numpy = self._by_numpy and (elements <= SMALL_GATHER or torch.get_num_threads() == 1)
-        keys, values = (buffer.view(shape).transpose(1, 2) for buffer in buffers)
-        return _Gather(slots.reshape(-1), buffers, buffers.numpy() if by_numpy else None, keys, values)
+        return _Gather(torch.from_numpy(slots.reshape(-1)).to(self._device), shape)
 
     def _additive(self, seen: np.ndarray) -> torch.Tensor:
         """Returns the mask that is added to the scores: 0 where `seen` is true, else −inf."""

@@ -40,7 +40,6 @@ TRAITS: dict[str, tuple[str, Callable[[ModelConfig], bool]]] = {  # name -> in w
 GATED_DELTA = {"delta", "output_gate", "shared_expert"}
 UNEVEN = {"head_shapes", "shared_kv", "value_norm", "mlp_widths", "per_layer_inputs", "layer_scalars", "beside_mlp"}
 SUPPORTED: dict[str, frozenset[str]] = {
-    "cpu_decode": frozenset({"softcap", "sinks", "windows", "groups"}),  # engine/worker/cpu/executor.py
     "compiled": frozenset({"windows", "several_ropes", "groups"}),  # engine/worker/cpu/compiled_decoder.py
     # engine/worker/graphs/cuda_graphs.py and fused_decode.py
     "graphs": frozenset(TRAITS) - {"query_scales"} - UNEVEN,

@@ -26,7 +26,6 @@ from engine.worker.weights import quantised
 from minitui import tutor
 from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
 from tests.support.parity import (  # noqa: F401 (fixtures)
-    compiled_or_not,
     decodes_on_a_cpu,
     needs_kernels,
     our_logits,
@@ -141,11 +140,7 @@ def test_an_output_matrix_that_contradicts_a_tied_embedding_is_refused(tmp_path:
         load_weights(model.slots(), checkpoint, tied=True)
 
 
-@pytest.mark.usefixtures("compiled_or_not")
-@pytest.mark.parametrize(
-    ("compiled_or_not", "count"), [("compiled", 1), ("compiled", 2), ("compiled", 7), ("numpy", 1)],
-    indirect=["compiled_or_not"],
-)
+@pytest.mark.parametrize("count", [1, 2, 7])
 def test_decode_steps_compute_what_the_decoder_does(count: int, directory: Path) -> None:
     """Of the same weights. Only the compiled kernels round activations."""
     (fast, *_), (plain, *_) = decodes_on_a_cpu(directory, count, **OPTIONS)

@@ -114,7 +114,7 @@ def test_cpu_decode_computes_the_logits_of_the_decoder(tmp_path: Path) -> None:
         with torch.inference_mode():
             runner.loaded.batch.apply(plan)
             if fast:
-                logits, draws = runner.executors[0].decode(plan)
+                logits, draws = runner.executors[0].decode(plan, runner.executors[0].compiled)
             else:
                 inputs = eager(runner).build_inputs(plan)
                 logits, draws = eager(runner).forward(plan, inputs)[0], inputs.draws
