@@ -18,12 +18,13 @@ from engine.core.node import Match, Node, block_key
 from engine.core.radix import RadixTree
 from engine.core.request import Request
 from engine.core.side_groups import Changes, States, Window, make_sides
+from engine.core.step import TableChanges
 from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.records import CLEARED, RecordLog
 from engine.trace.side_pool import OWN, SideGroup
 from engine.trace.views import Waste
 
-NO_CHANGES = (np.empty(0, np.int32),) * 3
+NO_CHANGES = TableChanges(*[np.empty(0, np.int32)] * 3)
 
 
 class KVCache:
@@ -169,13 +170,9 @@ class KVCache:
         for column in range(start, end):
             changes[row | column] = table[column]
 
-    def take_table_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the rows, columns and blocks (int32) of the changes since the last call."""
-        return _arrays(self._table_changes)
-
-    def take_window_changes(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Like `take_table_changes`, for the block table of each group of windows."""
-        return [_arrays(window.changes) for window in self.windows]
+    def take_table_changes(self) -> list[TableChanges]:
+        """Returns the changes since the last call to the block table of each group with pages."""
+        return [_arrays(self._table_changes), *(_arrays(window.changes) for window in self.windows)]
 
     # ---- publishing to the tree
 
@@ -305,13 +302,13 @@ class KVCache:
             assert all(map(self.allocator.in_tree, side.pool.kept)), f"{side.group.name} is kept for other blocks"
 
 
-def _arrays(changes: Changes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the rows, columns and blocks (int32) of changes to a block table, and forgets them."""
+def _arrays(changes: Changes) -> TableChanges:
+    """Returns changes to a block table as arrays, and forgets them."""
     if not changes:
         return NO_CHANGES
     places, blocks = np.fromiter(changes, np.int64), np.fromiter(changes.values(), np.int32)
     changes.clear()
-    return (places >> 32).astype(np.int32), places.astype(np.int32), blocks
+    return TableChanges((places >> 32).astype(np.int32), places.astype(np.int32), blocks)
 
 
 KEPT = 1 << 16  # texts

@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.core.cache import KVCache
 from engine.core.request import Grammar, Request
+from engine.core.side_groups import States
 from engine.core.step import PromptTargets, RowSettings, Scheduled, StepPlan
 from engine.trace.records import RecordLog
 
@@ -73,23 +74,21 @@ class PlanWriter:
                 grammars={i: request.grammar for i, request in enumerate(requests) if request.grammar is not None},
             )
             self._batch = None if prefills or drafts else batch
-        table_rows, table_columns, table_blocks = self._cache.take_table_changes()
         plan = StepPlan(
             step=step, rows=batch.rows, starts=np.array(starts, np.int32), q_lens=batch.q_lens, samples=batch.samples,
             token_ids=np.array(token_ids, np.int32), num_decodes=num_decodes, num_drafted=len(drafts),
-            table_rows=table_rows, table_columns=table_columns, table_blocks=table_blocks,
-            joins=[RowSettings.of(request) for request in joins], prompt_targets=targets,
+            tables=self._cache.take_table_changes(), joins=[RowSettings.of(request) for request in joins],
+            prompt_targets=targets,
         )
-        if self._cache.sides:
-            self._write_sides(plan, entries, drafts)
+        if self._cache.states is not None:
+            self._write_segments(plan, entries, drafts, self._cache.states)
         return Scheduled(plan, requests, batch.epochs, batch.grammars)
 
-    def _write_sides(self, plan: StepPlan, entries: list[Entry], drafts: dict[int, list[int]]) -> None:
-        """Write what the side groups need: changes of their tables, and the segments of the recurrent states."""
-        plan.window_tables = self._cache.take_window_changes()
-        states, caching = self._cache.states, self._cache.prefix_caching
-        if states is None:
-            return
+    def _write_segments(
+        self, plan: StepPlan, entries: list[Entry], drafts: dict[int, list[int]], states: States
+    ) -> None:
+        """Write the segments of the recurrent states."""
+        caching = self._cache.prefix_caching
         rows: list[tuple[int, int, int, int]] = []
         bounds, at = [0], 0
         for request, start, n in entries:

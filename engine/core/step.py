@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,6 +38,14 @@ class RowSettings:
         )
 
 
+class TableChanges(NamedTuple):
+    """Changes to the persistent block table of a group: table[row, column] = block."""
+
+    rows: np.ndarray  # int32 [m]
+    columns: np.ndarray  # int32 [m]
+    blocks: np.ndarray  # int32 [m]
+
+
 class PromptTargets(NamedTuple):
     """The prompt tokens that one prefill chunk predicts, for a request that asked for prompt logprobs."""
 
@@ -58,16 +66,11 @@ class StepPlan:
     samples: np.ndarray  # bool  [n]  True: a token is drawn at the last position; with drafts, at each position
     token_ids: np.ndarray  # int32 [sum q_lens]; -1: the row's last token, which only the device knows so far
     num_decodes: int
-    # Changes to the persistent block table, applied before the step: table[row, column] = block.
-    table_rows: np.ndarray  # int32 [m]
-    table_columns: np.ndarray  # int32 [m]
-    table_blocks: np.ndarray  # int32 [m]
+    tables: list[TableChanges]  # of each cache group with pages, applied before the step
     joins: list[RowSettings]  # the settings of the requests that take a row in this step
     prompt_targets: dict[int, PromptTargets]  # by entry, for the chunks of requests that want prompt logprobs
     num_drafted: int = 0
-    # For a model with side groups: the changes of each window group's block table, as (rows, columns, blocks), and the
-    # segments of the recurrent states (StateMeta in engine/attention/base.py).
-    window_tables: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]] = ()
+    # For a model with recurrent states: their segments (StateMeta in engine/attention/base.py).
     segments: np.ndarray | None = None  # int32 [m, 4]  first token, end token, source slot, target slot
     cu_segments: np.ndarray | None = None  # int32 [n + 1]  entry i has the segments [cu[i], cu[i + 1])
 

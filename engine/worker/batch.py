@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
 from engine.attention.base import PagedGroup, StateMeta
-from engine.core.step import StepPlan
+from engine.core.step import StepPlan, TableChanges
 from engine.worker.inputs import Layout
 from engine.worker.sampler import Sampler
 from engine.worker.upload import Uploader
-
-
-class Changes(NamedTuple):
-    """Changes to block tables: table[row, column] = block."""
-
-    rows: np.ndarray  # int32 [m]
-    columns: np.ndarray  # int32 [m]
-    blocks: np.ndarray  # int32 [m]
 
 
 class Batch:
@@ -57,22 +47,19 @@ class Batch:
         for settings in plan.joins:
             self.sampler.set_row(settings)
 
-    def changes(self, plan: StepPlan) -> Changes:
+    def changes(self, plan: StepPlan) -> TableChanges:
         """Returns the plan's changes to the table, those of all groups."""
-        own = Changes(plan.table_rows, plan.table_columns, plan.table_blocks)
-        if not plan.window_tables:
+        own, *others = plan.tables
+        if not others:
             return own
-        others = (
-            Changes(rows + np.int32(group * self.max_rows), columns, blocks)
-            for group, (rows, columns, blocks) in enumerate(plan.window_tables, 1)
-        )
-        return Changes(*(np.concatenate(parts) for parts in zip(own, *others, strict=True)))
+        moved = (each._replace(rows=each.rows + np.int32(i * self.max_rows)) for i, each in enumerate(others, 1))
+        return TableChanges(*(np.concatenate(parts) for parts in zip(own, *moved, strict=True)))
 
-    def change_host_table(self, changes: Changes) -> None:
+    def change_host_table(self, changes: TableChanges) -> None:
         """Change only the host's table. The caller must send the changes to the device."""
         self.host_table[changes.rows, changes.columns] = changes.blocks
 
-    def change_table(self, changes: Changes) -> None:
+    def change_table(self, changes: TableChanges) -> None:
         """Change the table, on the host and on the device."""
         if not len(changes.rows):
             return

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from engine import build
 from engine.config import EngineConfig
 from engine.core.request import Request
-from engine.core.step import PromptTargets, RowSettings, StepPlan
+from engine.core.step import PromptTargets, RowSettings, StepPlan, TableChanges
 from engine.model import ops
 from engine.model.checkpoint import checkpoint_slots
 from engine.model.config import ModelConfig
@@ -189,9 +189,11 @@ class Driver:
             samples=np.array([samples for _, _, samples in entries], dtype=bool),
             token_ids=np.array(tokens, dtype=np.int32),
             num_decodes=sum(_decodes(request, count) for request, count, _ in entries),
-            table_rows=dealt[:, 0],
-            table_columns=dealt[:, 1],
-            table_blocks=dealt[:, 2],
+            tables=[
+                TableChanges(dealt[:, 0], dealt[:, 1], dealt[:, 2]),
+                *(TableChanges(dealt[:, 0], dealt[:, 1], side.num_blocks - dealt[:, 2])
+                  for side in self.runner.groups if side.kind == "window"),
+            ],
             joins=[RowSettings.of(request) for request in joins],
             prompt_targets={
                 i: PromptTargets(
@@ -202,10 +204,6 @@ class Driver:
                 if request.params.prompt_logprobs is not None and not _decodes(request, count)
             },
         )
-        plan.window_tables = [
-            (dealt[:, 0], dealt[:, 1], side.num_blocks - dealt[:, 2])
-            for side in self.runner.groups if side.kind == "window"
-        ]
         if any(side.kind == "state" for side in self.runner.groups):
             ends = np.cumsum(plan.q_lens)
             slots = plan.rows + 1

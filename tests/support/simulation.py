@@ -60,8 +60,8 @@ class SimulatedRunner:
         self.prefill_tokens += plan.num_tokens - plan.num_decodes
         for settings in plan.joins:
             self.seeds[settings.row] = settings.seed
-        self.table[plan.table_rows, plan.table_columns] = plan.table_blocks
-        for (_, table, _), (rows, columns, pages) in zip(self.windows, plan.window_tables, strict=True):
+        tables = self.table, *(table for _, table, _ in self.windows)
+        for table, (rows, columns, pages) in zip(tables, plan.tables, strict=True):
             table[rows, columns] = pages
         # Every layer stores all KV of the step before attention reads any.
         at = 0

@@ -34,7 +34,7 @@ from engine.attention.base import StateMeta
 from engine.attention.grouped import backends_of
 from engine.attention.triton_backend import TritonAttention
 from engine.core.request import Grammar
-from engine.core.step import StepPlan
+from engine.core.step import StepPlan, TableChanges
 from engine.groups import paged_groups
 from engine.kernels.batch_state import HEADER, prepare
 from engine.kernels.decode_attention import PROGRAMS, num_splits
@@ -43,7 +43,6 @@ from engine.kernels.moe_tiles import forms
 from engine.model.experts import Experts
 from engine.model.four_bits import Int4Tiles
 from engine.progress import Progress
-from engine.worker.batch import Changes
 from engine.worker.graphs.capture import Captures
 from engine.worker.graphs.extend_graphs import SEQUENCES, ExtendGraphs
 from engine.worker.graphs.fused_decode import DecodeLayers
@@ -224,7 +223,7 @@ class DecodeGraphs(StepGraphs):
             batch.change_host_table(changes)
         else:
             batch.change_table(changes)
-            changes = Changes(*(part[:0] for part in changes))
+            changes = TableChanges(*(part[:0] for part in changes))
         sent = self._input.array()
         sent[0], sent[1] = n, len(changes.rows)
         at = HEADER

@@ -25,7 +25,7 @@ from engine.attention.choose import choose_attention
 from engine.attention.grouped import GroupedAttention
 from engine.config import EngineConfig
 from engine.core.request import Request
-from engine.core.step import PromptTargets, RowSettings, StepPlan
+from engine.core.step import PromptTargets, RowSettings, StepPlan, TableChanges
 from engine.errors import EngineError
 from engine.groups import group_of_layers, paged_groups
 from engine.model.config import DeltaConfig, ExpertsConfig, ModelConfig, Packing, RopeConfig
@@ -426,8 +426,7 @@ def plan(q_lens: list[int], decodes: int, drafted: int = 0, **params: Any) -> St
     return StepPlan(
         step=1, rows=np.arange(n, dtype=np.int32), starts=np.full(n, 20, np.int32), q_lens=np.array(q_lens, np.int32),
         samples=np.ones(n, bool), token_ids=np.zeros(sum(q_lens), np.int32), num_decodes=decodes, num_drafted=drafted,
-        table_rows=none, table_columns=none, table_blocks=none,
-        joins=[RowSettings.of(request) for request in requests],
+        tables=[TableChanges(none, none, none)], joins=[RowSettings.of(request) for request in requests],
         prompt_targets={
             i: PromptTargets([1], scored) for i in range(decodes + drafted, n)
             if (scored := requests[i].params.prompt_logprobs) is not None
@@ -478,8 +477,8 @@ def tables(step: StepPlan, sides: int) -> StepPlan:
     cells = [(row, column) for row, end in zip(step.rows, step.starts + step.q_lens, strict=True) for column in
              range(-(-int(end) // 16))]
     rows, columns = np.array(cells, np.int32).T
-    own, *others = [(rows, columns, 100 * group + 10 * rows + columns) for group in range(1 + sides)]
-    return replace(step, table_rows=own[0], table_columns=own[1], table_blocks=own[2], window_tables=others)
+    changes = [TableChanges(rows, columns, 100 * group + 10 * rows + columns) for group in range(1 + sides)]
+    return replace(step, tables=changes)
 
 
 @pytest.mark.parametrize(
@@ -491,12 +490,13 @@ def test_a_graph_gets_the_slots_of_every_group(monkeypatch: pytest.MonkeyPatch, 
     stage = Stage(monkeypatch, "prompt-lookup" if step.num_drafted else "off", MODELS["windows"])
     assert Runner.launch(stage.runner, step, {}) == "launched" and stage.went[0].startswith(form)
     part: Any = next(part for part in stage.graphs.parts if part.form == form)
-    batch, n, m = stage.loaded.batch, len(step.rows), len(step.table_rows)
+    batch, n, m = stage.loaded.batch, len(step.rows), len(step.tables[0].rows)
     if form == "decode":  # the kernel that prepares the step changes the tables
         changes = part._input.target.numpy()[16 + 3 * batch.max_rows :]
         rows, columns, blocks = (changes[i * 1024 :][: 2 * m].tolist() for i in range(3))
-        assert rows == [*step.table_rows, *(step.table_rows + batch.max_rows)] and columns == 2 * [*step.table_columns]
-        assert blocks == [*step.table_blocks, *(step.table_blocks + 100)]
+        own = step.tables[0]
+        assert rows == [*own.rows, *(own.rows + batch.max_rows)] and columns == 2 * [*own.columns]
+        assert blocks == [*own.blocks, *(own.blocks + 100)]
         return
     size = next(size for size in part.sizes if f"{form} {size}" == stage.went[0])
     by_token = stage.divided(part._input.target, part._shapes(size))[0]
