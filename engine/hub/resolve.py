@@ -152,13 +152,9 @@ class Download:
         """Download the missing files; return the snapshot's directory. `weights`: False leaves the weights out.
         `tokenizer`: True also checks that the tokenizer can be loaded. Raises CheckpointError. An unsupported model is
         refused before any weights are downloaded."""
-        try:
-            import huggingface_hub as hub
-            from huggingface_hub.utils import disable_progress_bars  # some versions export it only here
-        except ImportError:
-            # No extra of minitui installs this library.
-            what = "huggingface_hub, which is not installed: pip install huggingface_hub"
-            raise CheckpointError(f"{self._where()}, and downloading needs {what}") from None
+        import huggingface_hub as hub  # only a download needs this large library
+        from huggingface_hub.utils import disable_progress_bars  # some versions export it only here
+
         disable_progress_bars()
         try:
             revision = self._revision or None

@@ -6,24 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from engine.trace.kind import (
-    Blocks,
-    Bound,
-    Count,
-    Duration,
-    Match,
-    OrNone,
-    RequestState,
-    Sequence,
-    Text,
-    blocks,
-    bounds_of,
-    count,
-    counts,
-    later,
-    pages,
-    position,
-)
+from engine.trace import kind
 
 FREE, ACTIVE, SHARED, CACHED = range(4)
 
@@ -35,26 +18,26 @@ class RequestView:
     """A request that has not finished. `State.computed` returns the number of its tokens with KV."""
 
     id: int
-    group: Text
-    prompt_tokens: Count
-    max_total: Count
-    state: RequestState = "waiting"
-    row: OrNone = -1
-    table: Blocks = field(default_factory=list)
-    node: Count = 0
-    shared_blocks: Count = 0
+    group: kind.Text
+    prompt_tokens: kind.Count
+    max_total: kind.Count
+    state: kind.RequestState = "waiting"
+    row: kind.OrNone = -1
+    table: kind.Blocks = field(default_factory=list)
+    node: kind.Count = 0
+    shared_blocks: kind.Count = 0
     base: int = 0  # number of tokens with KV when the request joined the decoding set (if not decoding: now)
     joined_at: int = -1  # `State.ticks` when the request joined the decoding set; -1: not decoding
-    submitted: Duration = 0.0
-    admitted: Duration = 0.0
-    cached_tokens: Count = 0  # prompt tokens taken from the cache before any preemption
-    match: Match = ("", 0, "")  # stop, at, detail of its last match before any preemption
-    preemptions: Count = 0
-    lost: Annotated[int, later(count)] = 0  # the most tokens with KV that it had at a preemption
+    submitted: kind.Duration = 0.0
+    admitted: kind.Duration = 0.0
+    cached_tokens: kind.Count = 0  # prompt tokens taken from the cache before any preemption
+    match: kind.Match = ("", 0, "")  # stop, at, detail of its last match before any preemption
+    preemptions: kind.Count = 0
+    lost: Annotated[int, kind.later(kind.count)] = 0  # the most tokens with KV that it had at a preemption
     # Without a prefix cache: the numbers of its full blocks' texts.
-    contents: Annotated[list[int], later(blocks)] = field(default_factory=list)
+    contents: Annotated[list[int], kind.later(kind.blocks)] = field(default_factory=list)
     # For each side group, its pages by the index of their block, or its slots (engine/trace/side_pool.py).
-    side: Annotated[list[dict[int, int]], later(pages)] = field(default_factory=list)
+    side: Annotated[list[dict[int, int]], kind.later(kind.pages)] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -69,9 +52,9 @@ class Waste:
     token are always computed.
     """
 
-    evicted: Sequence = 0
-    preempted: Sequence = 0
-    duplicate: Sequence = 0
+    evicted: kind.Sequence = 0
+    preempted: kind.Sequence = 0
+    duplicate: kind.Sequence = 0
 
 
 @dataclass(slots=True)
@@ -79,16 +62,16 @@ class NodeView:
     """A node of the tree. `ids` are the tokens of its blocks, in order; an array is cheap to copy."""
 
     id: int
-    parent: Count
-    ids: Annotated[array, counts]
-    blocks: Blocks
-    users: Count
-    last_used: Sequence
+    parent: kind.Count
+    ids: Annotated[array, kind.counts]
+    blocks: kind.Blocks
+    users: kind.Count
+    last_used: kind.Sequence
     children: list[int] = field(default_factory=list)
 
 
-REQUEST, NODE, WASTE = bounds_of(RequestView), bounds_of(NodeView), bounds_of(Waste)
-BLOCKS: dict[str, Bound] = {  # the fields of blocks in State and in snapshots: dicts of block -> value
-    "pending": position,  # the step that writes the block
-    "copies": later(blocks),  # of a node's block: its copies, the oldest first
+REQUEST, NODE, WASTE = kind.bounds_of(RequestView), kind.bounds_of(NodeView), kind.bounds_of(Waste)
+BLOCKS: dict[str, kind.Bound] = {  # the fields of blocks in State and in snapshots: dicts of block -> value
+    "pending": kind.position,  # the step that writes the block
+    "copies": kind.later(kind.blocks),  # of a node's block: its copies, the oldest first
 }

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from engine.attention.base import AttentionBackend, ForwardMeta
-from engine.attention.kv_pool import KVPool
+from engine.attention.base import ForwardMeta
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.progress import Progress
+from engine.worker.cpu.compiled_decoder import CompiledDecoder
 from engine.worker.inputs import Draws, Inputs, drawing_tokens, logit_rows
 from engine.worker.launch import LaunchedStep, PromptLogprobs
 from engine.worker.loaded import LoadedModel
@@ -23,20 +22,12 @@ from engine.worker.runner import Executor
 LOGPROB_ROWS = 256  # for prompt logprobs: number of positions whose logits are in memory at the same time
 
 
-class Computes(Protocol):
-    """The methods of a Decoder (engine/model/decoder.py) that a step needs."""
-
-    def forward(
-        self, token_ids: torch.Tensor, meta: ForwardMeta, attention: AttentionBackend, pool: KVPool
-    ) -> torch.Tensor: ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-
 class Eager(Executor):
     """Runs any step: inputs, forward pass, sampling."""
 
-    def __init__(self, loaded: LoadedModel, on_progress: Progress | None = None, model: Computes | None = None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, on_progress: Progress | None = None, model: CompiledDecoder | None = None
+    ) -> None:
         """`model`: computes what the decoder computes, faster; None: the decoder."""
         self._loaded, self._model = loaded, model or loaded.model
         self._batch = loaded.batch

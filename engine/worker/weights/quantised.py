@@ -18,7 +18,7 @@ from engine.model.checkpoint import checkpoint_slots
 from engine.model.config import ModelConfig, Packing
 from engine.model.decoder import Decoder
 from engine.model.experts import Ops
-from engine.model.four_bits import TILE, Int4Tiles, Int4Weight
+from engine.model.four_bits import GROUP, ROWS, TILE, Int4Tiles, Int4Weight
 from engine.model.group import ALONE, Group
 from engine.model.linear import BLOCK, PAIRED_ROWS, Bf16Pairs, Bf16Weight, ByteWeight, Fp8Weight, Int8Weight
 from engine.model.matrices import Kept
@@ -32,6 +32,7 @@ KINDS: dict[str, type[ByteWeight] | None] = {
 }
 ON_CPU = ("bf16", "int8")
 SMALL = {"int8": 8, "int4": 4}  # what "auto" takes if other weights do not fit, the largest first -> bits
+KV_WIDTH = "key/value heads times head_dim"
 BESIDE_WEIGHTS = 2 << 30  # bytes of memory that `choose` leaves to the KV cache, activations and the application
 
 
@@ -42,14 +43,14 @@ def weight_class(kind: str, dtype: torch.dtype) -> type[ByteWeight] | None:
 
 def matrices(kind: str, model: ModelConfig, dtype: torch.dtype) -> type[ByteWeight] | None:
     """Like weight_class; the class for int4 takes a checkpoint's 4-bit matrices if they fit."""
-    sizes = [size for _, size, _ in _four_bit_sizes(model)]
-    if kind == "bf16" and not Bf16Pairs.why_not() and not any(size % PAIRED_ROWS for size in sizes):
+    lengths, kv_width = _row_lengths(model).values(), model.num_kv_heads * model.head_dim
+    if kind == "bf16" and not Bf16Pairs.why_not() and not any(size % PAIRED_ROWS for size in (*lengths, kv_width)):
         return Bf16Pairs
     found = weight_class(kind, dtype)
     if model.packing is None or found is None or not issubclass(found, Int4Weight):
         return found
     stored = found.of(model.packing)
-    if stored is None or any(size % stored.group for size in sizes[:-1]):
+    if stored is None or any(size % stored.group for size in lengths):
         return found
     return stored
 
@@ -227,23 +228,13 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
 
 def check_fp8_sizes(model: ModelConfig) -> None:
     """Raise EngineError if the kernels for fp8 weights do not support the model's shape."""
-    experts, inner = model.experts, model.num_heads * model.head_dim
     check_no_biases("fp8", model)
-    sizes = {"hidden_size": model.hidden_size, "heads times head_dim": inner}
-    if experts is None or not all(experts.layers):
-        sizes["intermediate_size"] = model.intermediate_size
-    if experts is not None:
-        sizes["the inner size of an expert"] = experts.inner_size
-    for name, size in sizes.items():
-        if size % BLOCK:
+    wanted = [(name, size, BLOCK) for name, size in _row_lengths(model).items()]
+    for name, size, multiple in (*wanted, ("vocab_size", model.vocab_size, 16)):
+        if size % multiple:
             raise EngineError(
-                f"fp8 weights need {name} to be a multiple of 128, but it is {size}: use --quantization none"
+                f"fp8 weights need {name} to be a multiple of {multiple}, but it is {size:,}: use --quantization none"
             )
-    if model.vocab_size % 16:
-        raise EngineError(
-            f"fp8 weights need vocab_size to be a multiple of 16, but it is {model.vocab_size:,}: "
-            "use --quantization none"
-        )
 
 
 def check_no_biases(kind: str, model: ModelConfig) -> None:
@@ -259,11 +250,12 @@ def check_four_bits(model: ModelConfig, kind: type[Int4Weight], ranks: int = 1) 
     """Raise EngineError if the kernels for 4-bit weights of this class do not support the model's shape."""
     other = "none" if kind is Int4Tiles else "int8"
     check_no_biases("int4", model)
-    sizes = _four_bit_sizes(model)
+    sizes = _row_lengths(model) | {KV_WIDTH: model.num_kv_heads * model.head_dim}
     if kind is Int4Tiles and (delta := model.delta) is not None:
-        sizes += ("the width of a delta rule's keys", delta.key_heads * delta.key_dim, TILE),
-        sizes += ("the width of its values", delta.value_heads * delta.value_dim, TILE),
-    for name, size, multiple in sizes:
+        sizes["the width of a delta rule's keys"] = delta.key_heads * delta.key_dim
+        sizes["the width of its values"] = delta.value_heads * delta.value_dim
+    for name, size in sizes.items():
+        multiple = ROWS if name == KV_WIDTH else GROUP
         if kind is Int4Tiles:
             multiple = TILE if name == "hidden_size" else TILE * ranks
         if size % multiple:
@@ -274,16 +266,15 @@ def check_four_bits(model: ModelConfig, kind: type[Int4Weight], ranks: int = 1) 
             )
 
 
-def _four_bit_sizes(model: ModelConfig) -> tuple[tuple[str, int, int], ...]:
-    """Returns (name, size, what the size must be a multiple of). All but the last are the lengths of rows."""
+def _row_lengths(model: ModelConfig) -> dict[str, int]:
+    """Returns the lengths of the rows of a layer's matrices, by their names in errors."""
     experts, heads = model.experts, model.num_heads * model.head_dim
     sizes = {"hidden_size": model.hidden_size, "heads times head_dim": heads}
     if experts is None or not all(experts.layers):
         sizes["intermediate_size"] = model.intermediate_size
     if experts is not None:
         sizes["the inner size of an expert"] = experts.inner_size
-    kv = "key/value heads times head_dim", model.num_kv_heads * model.head_dim, 16
-    return (*((name, size, 32) for name, size in sizes.items()), kv)
+    return sizes
 
 
 def check_kept(model: ModelConfig, device: torch.device) -> None:
