@@ -22,25 +22,11 @@ from engine.model.hf.config import read_model_config
 from engine.worker.limits import resolve
 
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "rope_scaling": None,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 151645,
-    "use_sliding_window": False,
-    "sliding_window": None,
-    "max_window_layers": 28,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
+    "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
+    "rope_scaling": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "eos_token_id": 151645,
+    "use_sliding_window": False, "sliding_window": None, "max_window_layers": 28,
 }
 
 

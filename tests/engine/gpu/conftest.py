@@ -5,6 +5,7 @@ tests/support/kernels/cards.py does that. Tests of what the engine refuses on th
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 
@@ -15,6 +16,15 @@ if (name := os.environ.get("MINITUI_CARD")) and torch.cuda.is_available():
     from tests.support.kernels.cards import pretend
 
     pretend(name, pytest.MonkeyPatch())
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with the module's SHAPE as config.json; the weights are random."""
+    directory = tmp_path_factory.mktemp("gpu-model")
+    (directory / "config.json").write_text(json.dumps(request.module.SHAPE))
+    return str(directory)
+
 
 REFUSED = "compute capability", "fp8e4nv not supported"
 

@@ -50,13 +50,6 @@ PATHS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("gpu-model")
-    (directory / "config.json").write_text(json.dumps(SHAPE))
-    return str(directory)
-
-
-@pytest.fixture(scope="module")
 def reference(model: str) -> Iterator[LLM]:
     yield LLM(model, attention_backend="torch", **OPTIONS)
     gc.collect()

@@ -170,13 +170,6 @@ PATHS: dict[str, dict[str, Any]] = {"graphs": {}, "kernel by kernel": {"enforce_
 TOLERANCE = 0.15  # of a log-probability: where two experts are as good as equal, rounding chooses
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory: Path = tmp_path_factory.mktemp("gpu-moe")
-    (directory / "config.json").write_text(json.dumps(SHAPE))
-    return str(directory)
-
-
 def prompts(count: int, longest: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(count)
     lengths = torch.randint(1, longest, (count,), generator=generator).tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -23,17 +22,10 @@ pytest.importorskip("triton")
 
 from engine.worker.graphs.verify_graphs import VerifyGraphs  # noqa: E402
 from engine.worker.launch import LaunchedStep  # noqa: E402
-from tests.engine.gpu.test_engine import OPTIONS, SHAPE, TOLERANCE, ids_of  # noqa: E402
+from tests.engine.gpu.test_engine import OPTIONS, TOLERANCE, ids_of  # noqa: E402
 from tests.support.parity import below_best  # noqa: E402
 
 SPECULATION: dict[str, Any] = {"speculation": "prompt-lookup", "speculative_tokens": 6}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("gpu-speculation")
-    (directory / "config.json").write_text(json.dumps(SHAPE))
-    return str(directory)
 
 
 def wordy(count: int, greedy: bool = False, **more: Any) -> tuple[list[list[int]], list[SamplingParams]]:
