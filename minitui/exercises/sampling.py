@@ -15,7 +15,7 @@ from minitui.exercises.student import Broken, Student, shown, whole
 from minitui.exercises.trial import Trial
 from minitui.exercises.work import TEMPERATURES
 from minitui.whatif.asked import Asked
-from minitui.whatif.play import STOP
+from minitui.whatif.stretches import STOP
 
 TOKENS, TABLES = 12, 16
 CELLS = 2 * TOKENS  # what is counted: draws of each token, and of each rank

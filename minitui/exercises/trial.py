@@ -14,6 +14,8 @@ MOST_STEPS = 5_000  # a run of the references takes at most 900
 class Trial(Player):
     """A run of an exercise's requests. A broken rule ends it: `broken`."""
 
+    visits_all_rows = True
+
     def __init__(self, work: Work, student: Student | None) -> None:
         """`student`: None for the reference."""
         super().__init__(work.recorded, costs(), work.setting, traced=True)

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.core.step import StepPlan
 from engine.errors import EngineError
 from minitui.text import count
 from minitui.viewmodel.explain import cost_model
@@ -119,18 +118,19 @@ class Timeline:
         return self._now - before
 
 
-def work_of(plan: StepPlan, held: int, longest: int, graphs: Graphs) -> tuple[float, ...]:
-    """Returns the features [FEATURES] of a planned step; `held`: tokens in the blocks that requests hold; `longest`: of
-    the texts of the rows that decode. In Python: a step has few prompts, and numpy's calls cost more."""
-    n = plan.num_decoding
-    tokens = pairs = end = 0
-    if len(plan.rows) > n:
-        for start, length in zip(plan.starts[n:].tolist(), plan.q_lens[n:].tolist(), strict=True):
-            tokens += length
-            pairs += length * (start + length // 2)
-            end = max(end, start + length)
-    drafted, share = plan.num_tokens - tokens - n, share_of(n, len(plan.rows) - n, longest, graphs)
-    return 1, n + drafted > 1, n, drafted, tokens > 0, tokens, int(plan.starts[:n].sum()), pairs, held, end, share
+def work_of(
+    n: int, drafted: int, keys: int, longest: int, chunks: Iterable[tuple[int, int]], held: int, graphs: Graphs
+) -> tuple[float, ...]:
+    """Returns the features [FEATURES] of a step in which `n` rows decode, which read `keys`, `longest` of them in one
+    row; `chunks`: (start, tokens) of prompts; `held`: tokens in the blocks that requests hold."""
+    tokens = pairs = end = prompts = 0
+    for start, length in chunks:
+        prompts += 1
+        tokens += length
+        pairs += length * (start + length // 2)
+        end = max(end, start + length)
+    share = share_of(n, prompts, longest, graphs)
+    return 1, n + drafted > 1, n, drafted, tokens > 0, tokens, keys, pairs, held, end, share
 
 
 def share_of(n: int, prompts: int, longest: int, graphs: Graphs) -> float:

@@ -18,6 +18,7 @@ import numpy as np
 
 from engine.config import MOST_SPECULATIVE_TOKENS
 from engine.core.engine import Engine
+from engine.core.host_pauses import NO_PAUSES
 from engine.core.request import Grammar, Request
 from engine.core.step import Emitted, StepPlan, StepResult
 from engine.core.step_clock import StepClock, StepTimes
@@ -46,8 +47,8 @@ from minitui.whatif.cost import (
     work_of,
 )
 from minitui.whatif.settings import Setting
+from minitui.whatif.stretches import STOP, KnownCommitter, KnownPlan, KnownScheduler
 
-STOP = (1 << 31) - 2  # the id that ends a reply
 STOPS = frozenset({STOP})
 AFTER = [STOP] * (MOST_SPECULATIVE_TOKENS + 2)  # what may be drawn after the last token of a reply
 EARLIER_STEPS = 16  # steps without cost, in which requests that ran before the recording take their place
@@ -104,8 +105,10 @@ class Device:
         self._costs, self._deviations, self._limits = costs, Deviations(costs), costs.limits
         self._timeline = Timeline(costs.tail)
 
-    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> Launch:
+    def launch(self, plan: StepPlan | KnownPlan, grammars: Mapping[int, Grammar]) -> Launch:
         """Draw the known tokens, and say when the step ends."""
+        if isinstance(plan, KnownPlan):  # its committer knows the ids
+            return Launch(self, StepResult([]), self._cost(plan))
         if plan.joins:
             joined = {settings.row for settings in plan.joins}
             self._rows.update({r.row: self.replies[r.id] for r in self.running() if r.row in joined})
@@ -121,16 +124,21 @@ class Device:
             result.checked[i] = text[end - len(draft) : end + 1]
         return Launch(self, result, self._cost(plan))
 
-    def _cost(self, plan: StepPlan) -> tuple[Sequence[float], StepPath]:
+    def _cost(self, plan: StepPlan | KnownPlan) -> tuple[Sequence[float], StepPath]:
         """Note what a step costs; return its work and path."""
         costs = self._costs
         if costs is None:
             return (), StepPath(0, 0, 0, 0)
-        n = plan.num_decoding
-        longest = int(plan.starts[:n].max()) if n else 0
-        work = work_of(plan, self.held() * self.block_size, longest, costs.graphs)
+        n, drafted = plan.num_decoding, 0
+        if isinstance(plan, KnownPlan):
+            keys, longest, chunks = plan.keys, plan.longest, [chunk[:2] for chunk in plan.chunks]
+        else:
+            keys, longest = int(plan.starts[:n].sum()), int(plan.starts[:n].max()) if n else 0
+            chunks = list(zip(plan.starts[n:].tolist(), plan.q_lens[n:].tolist(), strict=True))
+            drafted = plan.num_tokens - n - sum(length for _, length in chunks)
+        work = work_of(n, drafted, keys, longest, chunks, self.held() * self.block_size, costs.graphs)
         self.most = list(map(max, self.most, work))
-        path = path_of(work, len(plan.rows) - n, longest, costs.graphs)
+        path = path_of(work, len(chunks), longest, costs.graphs)
         self._timeline.launch(*costs.of(work, path.kind), path.kind)
         self._slowly |= path.kind == NO_GRAPH
         return work, path
@@ -170,12 +178,18 @@ class PlayedClock(StepClock):
         """Record a step if records are kept; return its wall time in seconds."""
         return super().record(times, plan, result, emitted) if self._log.enabled else self.took(times)
 
+    def arrive(self, times: StepTimes, result: StepResult) -> None:
+        super().arrive(times, result)
+        times.pauses = NO_PAUSES  # not those of the process that plays
+
     def _reads_delays(self, worked_us: float) -> bool:
         return False
 
 
 class Player:
     """One run of the requests of a recording under a setting. `run` plays it."""
+
+    visits_all_rows = False  # in each step: for those who replace decisions, and read the requests
 
     def __init__(
         self, recorded: Recorded, costs: Costs, setting: Setting, arrivals: str = "recorded", traced: bool = False
@@ -191,11 +205,16 @@ class Player:
             self.device, setting.scheduler(), overlap=costs.overlap, prefix_caching=setting.cache,
             eviction_policy=setting.eviction, log=self.log, clock=PlayedClock(self.log, self.device),
         )
+        self.played: dict[int, Played] = {}  # by the engine's number
+        self._came: dict[int, list[float]] = {}  # the same: when the tokens of each request came
+        self.known: KnownScheduler | None = None
+        if not self.visits_all_rows and not setting.speculation and setting.budget >= setting.seqs:
+            self.known = self.engine.scheduler = KnownScheduler(self.engine, self.device.replies, self._came)
+            self.engine.committer = KnownCommitter(self.known)
         self.device.running = lambda: self.engine.scheduler.running
         pool = self.engine.cache.allocator
         self.device.held = lambda: pool.num_active + pool.num_shared
         self.log.enabled = False
-        self.played: dict[int, Played] = {}  # by the engine's number
         self.refused: list[Asked] = []
         self.cut = 0  # replies that the pool or the context ends earlier
         self.steps = self.evicted = self.twice = 0  # blocks evicted; tokens computed twice
@@ -272,6 +291,11 @@ class Player:
             self._emitted(last)
         for one in self.played.values():
             one.tokens.clear()  # they came before the recording
+        for request in self.engine.scheduler.requests.values():
+            if request.decoding:
+                request.ttft_ms = 0.0, 0.0  # so did its first token: no record tells it
+        if self.known is not None:
+            self.known.forget_times()
         return {one.id for one in earlier}
 
     def _cache(self, number: int, text: Iterable[int], salt: int) -> None:
@@ -309,6 +333,7 @@ class Player:
         ids += AFTER
         self.device.replies[request.id] = ids
         self.played[request.id] = Played(asked, request.submitted_at)
+        self._came[request.id] = self.played[request.id].tokens
         if not asked.reply:
             stayed = (asked.ended or asked.at) - asked.at
             heapq.heappush(self._leaves, (self.device.now + stayed, next(self._order), request.id))
@@ -322,7 +347,7 @@ class Player:
         now, played = self.log.now(), self.played
         for item in emitted:
             id = item.request.id
-            if item.token_id is not None:
+            if item.token_id is not None and self.known is None:
                 played[id].tokens.append(now)
             if item.finish_reason:
                 self._finished(id, item.request)
