@@ -175,6 +175,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None  # None: every layer's MLP is dense
     delta: DeltaConfig | None = None  # None: every layer has attention
     output_gate: bool = False  # the output of attention is multiplied by sigmoid(gate · x)
+    next_layers: int = 0  # of the head that predicts the token after the next (decoder.NextToken); 0: it is not loaded
     dtype: str = "bfloat16"  # of the checkpoint
     packing: Packing | None = None  # None: the checkpoint's matrices are plain tensors
 

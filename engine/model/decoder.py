@@ -11,6 +11,7 @@ Decoder.forward computes the model; the rest of this file defines the parameters
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ from engine.model.slots import Slot
 class Layer:
     """The weights of one layer, with q/k/v in one matrix and gate/up in another. None: the model does not have it."""
 
-    def __init__(self, config: ModelConfig, index: int, matrices: Matrices, ops: Ops) -> None:
-        hidden, prefix = config.hidden_size, f"model.layers.{index}."
+    def __init__(self, config: ModelConfig, index: int, matrices: Matrices, ops: Ops, root: str = "model.") -> None:
+        hidden, prefix = config.hidden_size, f"{root}layers.{index}."
 
         def norm(has_it: bool) -> torch.Tensor | None:
             return norm_weight(config, hidden, matrices.dtype, matrices.device) if has_it else None
@@ -192,17 +193,25 @@ class Decoder:
         self.group_of = group_of_layers(config)  # the index of each layer's cache group
         scales = query_scales(config.rope, max_positions)
         self.query_scales = None if scales is None else scales.to(device, dtype)
+        self.next_token = NextToken(self, matrices) if config.next_layers else None
 
     def forward(
         self, token_ids: torch.Tensor, meta: ForwardMeta, attention: AttentionBackend, pool: KVPool
     ) -> torch.Tensor:
         """Returns the final hidden states [s, H] of the tokens in meta.logit_rows (None: all T). token_ids: int64 [T].
         Writes the keys and values of all T tokens to the pool. Call `attention.plan(meta)` first."""
-        ops, eps, group = self._ops, self.config.rms_norm_eps, self._group
+        residual = self._group.embed(token_ids, self.embedding)
+        added = None if self.per_layer is None else self.per_layer(token_ids, residual, self.config.rms_norm_eps)
+        return self._run(residual, added, meta, attention, pool)
+
+    def _run(
+        self, residual: torch.Tensor, added: torch.Tensor | None, meta: ForwardMeta, attention: AttentionBackend,
+        pool: KVPool,
+    ) -> torch.Tensor:
+        """Returns what `forward` returns. residual [T, H]: the embeddings of tokens; added: those of each layer."""
+        ops, eps = self._ops, self.config.rms_norm_eps
         slots = [meta.slot_mapping, *(side.slot_mapping for side in meta.groups)]
         ropes = {id(table): ops.rope_rows(table, meta.positions) for table in self.rope_tables}
-        residual = group.embed(token_ids, self.embedding)
-        added = None if self.per_layer is None else self.per_layer(token_ids, residual, eps)
         before = self.layers[0].input_norm
         x = residual if before is None else ops.norm(residual, before, eps)
         last = len(self.layers) - 1
@@ -273,6 +282,8 @@ class Decoder:
         yield from norm_slots("model.norm", self.norm)
         if not self.config.tie_word_embeddings:
             yield Slot("lm_head.weight", self.head)
+        if self.next_token is not None:
+            yield from self.next_token.slots()
 
     @property
     def sinks(self) -> list[torch.Tensor] | None:
@@ -301,4 +312,43 @@ class Decoder:
         experts = [layer.experts for layer in self.layers if layer.experts is not None]
         idle = sum(mlp.nbytes * (mlp.config.count - mlp.config.per_token) // mlp.config.count for mlp in experts)
         per_layer = 0 if self.per_layer is None else self.per_layer.embedding.nbytes
-        return self.nbytes - self.embedding.nbytes - per_layer - idle
+        head = 0 if self.next_token is None else self.next_token.nbytes
+        return self.nbytes - self.embedding.nbytes - per_layer - idle - head
+
+
+class NextToken(Decoder):
+    """Predicts the token after the next from a token's final hidden state and the next token ("mtp"). Qwen3-Next and
+    Qwen3.5 have such a head for speculation: a projection of both, then layers of full attention. Their keys and values
+    are layers 0 … of a pool of its own. It has the embedding and the output matrix of its model."""
+
+    def __init__(self, model: Decoder, matrices: Matrices) -> None:
+        whole, hidden, n = model.config, model.config.hidden_size, model.config.next_layers
+        experts = None if whole.experts is None else replace(whole.experts, layers=(True,) * n)
+        self.config = config = replace(whole, num_layers=n, delta=None, experts=experts, next_layers=0)
+        self._ops, self._group, self.embedding, self.head = model._ops, model._group, model.embedding, model.head
+        self.per_layer, self.query_scales, self.next_token = None, model.query_scales, None
+        self.group_of, self.rope_tables = [0] * n, model.rope_tables[:1] * n
+        self._norms = [norm_weight(config, hidden, matrices.dtype, matrices.device) for _ in range(3)]
+        self.projection = matrices.empty(hidden, 2 * hidden, "mtp.", ["fc"])
+        self.layers = [Layer(config, i, matrices, self._ops, "mtp.") for i in range(n)]
+        self.norm = self._norms[2]
+
+    def after(
+        self, hidden: torch.Tensor, token_ids: torch.Tensor, meta: ForwardMeta, attention: AttentionBackend,
+        pool: KVPool,
+    ) -> torch.Tensor:
+        """Returns the hidden states of `hidden` [T, H], what Decoder.forward returned for the tokens of `meta`.
+        token_ids int64 [T]: the token after each of them. `logits` of the result predict the token after that."""
+        eps, embedded = self.config.rms_norm_eps, self._group.embed(token_ids, self.embedding)
+        both = zip((embedded, hidden), self._norms, strict=False)
+        x = torch.cat([self._ops.norm(part, weight, eps) for part, weight in both], -1)
+        return self._run(linear(x, self.projection), None, meta, attention, pool)
+
+    def slots(self) -> Iterator[Slot]:
+        """Yields a Slot for every parameter that the model does not have."""
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        for name, weight in zip(names, self._norms, strict=True):
+            yield Slot(f"mtp.{name}.weight", weight)
+        yield Slot("mtp.fc.weight", self.projection)
+        for i, layer in enumerate(self.layers):
+            yield from layer.slots(f"mtp.layers.{i}.")

@@ -113,6 +113,11 @@ def tensor_shapes(directory: Path) -> dict[str, list[int]]:
     return _where(checkpoint_files(directory))[1]
 
 
+def next_layers(directory: Path) -> int:
+    """Returns the number of layers in a checkpoint's head that predicts the token after the next ("mtp")."""
+    return len({name.split(".")[2] for name in tensor_shapes(directory) if name.startswith("mtp.layers.")})
+
+
 def _where(files: list[Path]) -> tuple[dict[str, tuple[Path, str]], dict[str, list[int]]]:
     """Returns the file of each tensor with its name there, and the shape of each tensor."""
     found: dict[str, tuple[Path, str]] = {}
@@ -287,8 +292,8 @@ def plain_name(name: str) -> str:
 
 def is_unused(name: str) -> bool:
     """Returns True for tensors without an effect: rotary frequencies, and the parts of a model that read images. Older
-    Llama checkpoints have rotary frequencies, but the configuration determines them. `mtp`: layers that predict several
-    tokens at once."""
+    Llama checkpoints have rotary frequencies, but the configuration determines them. `mtp`: the layers of
+    decoder.NextToken, which several ranks do not load."""
     parts = (
         "vision_tower.", "multi_modal_projector.", "visual.", "mtp.", "embed_vision.", "embed_audio.", "audio_tower.",
         "vision_embedder.",

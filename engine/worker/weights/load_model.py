@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.experts import Ops
 from engine.model.group import Group
-from engine.model.weights import dummy_weights, load_weights
+from engine.model.weights import dummy_weights, load_weights, next_layers
 from engine.progress import Progress
 from engine.worker.limits import Limits
 from engine.worker.weights.kept_files import ALIGNED, KINDS, WEIGHTS, entry_name, large_pages, read
@@ -35,6 +36,8 @@ def load_model(
     the device of this rank. The weights are random if config.dummy_weights."""
     kind, shard = limits.quantization, group.shard(model_config)
     files = None if config.dummy_weights else directory
+    if files is not None and model_config.delta is not None and group.size == 1:
+        shard = replace(shard, next_layers=next_layers(files))
     kept = kept_matrices(shard, model_config, ops, group, files) if kind == KEPT else None
     how = matrices(kind, model_config, limits.dtype), group, kept
 
@@ -56,7 +59,11 @@ def load_model(
         return load_kept(name, make, fill, on_progress)
     model = in_large_pages(make)[0] if limits.device.type == "cpu" else make()
     fill(model)
-    return model, () if kept is None else (describe_kept(model, kept, limits.dtype),)
+    notes = [] if kept is None else [describe_kept(model, kept, limits.dtype)]
+    if model.next_token is not None:
+        size = f"{model.next_token.nbytes / 1e9:,.2f} GB"
+        notes.append(f"{size} of the weights are layers that predict the token after the next (mtp), not used yet")
+    return model, tuple(notes)
 
 
 def load_kept(

@@ -246,7 +246,7 @@ def test_every_trait_that_a_path_may_lack_is_named() -> None:
         "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
         "head_dim", "max_position", "rms_norm_eps", "tie_word_embeddings", "qkv_bias", "output_bias", "mlp_bias",
         "qk_norm", "wide_norms", "attention_scale", "dtype", "embedding_scale", "residual_scale", "logit_scale",
-        "rope", "experts", "packing",
+        "rope", "experts", "packing", "next_layers",
     }
     others = {field.name for field in fields(ModelConfig)} - everywhere
     assert others == {
