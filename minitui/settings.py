@@ -29,6 +29,11 @@ from typing import Any
 from engine.errors import EngineError
 from minitui.sampling import Sampling
 
+THEMES = ("dark", "light", "projector")
+KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {  # of the fields: the types in a file, and their name there
+    "str": (str, "a text in quotes"), "bool": (bool, "true or false"), "int": (int, "a whole number"),
+    "float": ((int, float), "a number"),
+}
 LARGEST = 1 << 20  # bytes of the file; reading them takes about a second
 
 
@@ -105,25 +110,34 @@ def load(path: Path | None = None) -> Settings:
     _fill(settings, data, path, "")
     _fill(settings.chat, chat, path, "chat.")
     settings.keys = dict(keys)
+    settings.theme = theme_name(settings.theme, f"{path}: ")
     if not 1 <= settings.fps <= 60:
         raise SettingsError(f"{path}: fps is {settings.fps}; it must be from 1 to 60")
     return settings
+
+
+def theme_name(theme: str, where: str = "") -> str:
+    """Returns the full name of a theme. Raises SettingsError, with `where`, for an unknown theme."""
+    name = theme.removeprefix("minitui-")
+    if name not in THEMES:
+        raise SettingsError(f"{where}there is no theme {theme!r}: the themes are dark, light and projector")
+    return f"minitui-{name}"
 
 
 def _fill(target: Any, data: dict[str, Any], path: Path, prefix: str) -> None:
     known = {f.name: f for f in fields(target) if f.name not in ("keys", "chat")}
     for name, value in data.items():
         if name not in known:
-            raise SettingsError(f"{path}: {prefix}{name} is not a setting; the settings are {', '.join(known)}")
-        expected = str(known[name].type)
-        fits = {
-            "str": isinstance(value, str),
-            "bool": isinstance(value, bool),
-            "int": isinstance(value, int) and not isinstance(value, bool),
-            "float": isinstance(value, (int, float)) and not isinstance(value, bool),
-        }[expected.removesuffix(" | None")]
-        if not fits:
-            raise SettingsError(f"{path}: {prefix}{name} is {value!r}; it must be of type {expected}")
+            tables = "" if prefix else ", and those of the tables [chat] and [keys]"
+            raise SettingsError(
+                f"{path}: {prefix}{name} is not a setting; the settings are {', '.join(known)}{tables}"
+                if prefix or name not in ChatSettings.__dataclass_fields__
+                else f"{path}: {name} is a setting of the table [chat]: write the line [chat] above it"
+            )
+        kind = str(known[name].type).removesuffix(" | None")
+        types, words = KINDS[kind]
+        if not isinstance(value, types) or isinstance(value, bool) != (kind == "bool"):
+            raise SettingsError(f"{path}: {prefix}{name} is {value!r}; it must be {words}")
         setattr(target, name, value)
 
 

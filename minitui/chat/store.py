@@ -19,6 +19,7 @@ from typing import Any
 
 from engine.errors import EngineError
 from minitui.chat.conversation import Message, Sampling, Session
+from minitui.chat.describe import describe_answer
 
 # `PRAGMA user_version` is the schema's version. MIGRATIONS[i] updates a file from version i to i + 1.
 MIGRATIONS = (
@@ -56,6 +57,15 @@ MIGRATIONS = (
     """,
 )
 
+# What is read of the tables. SQLite keeps any type in any column: the casts are for a file that was edited by hand.
+WHEN = "min(max(CAST(created AS REAL), 0.0), 253370764800.0)"  # up to the year 9999
+CHAT = (
+    "id, CAST(title AS TEXT), CAST(system AS TEXT), CAST(parent AS TEXT), CAST(settings AS TEXT), "
+    f"{WHEN}, CAST(model AS TEXT), CAST(ids AS BLOB)"
+)
+MESSAGE = (
+    "CAST(role AS TEXT), CAST(text AS TEXT), CAST(state AS TEXT), CAST(error AS TEXT), CAST(metrics AS TEXT), " + WHEN
+)
 OPEN_S = 5.0  # longest wait while other processes open or close the file
 PATIENCE_MS = 250  # longest wait while another process writes; saving blocks drawing, so a longer wait is visible
 
@@ -283,12 +293,12 @@ class Store:
         with self.together():
             own = self._own_lock
             rows = self.run(
-                "SELECT id, title, system, parent, settings, created, model, ids, run FROM chats "
+                f"SELECT {CHAT}, CAST(run AS TEXT) FROM chats "
                 "WHERE closed IS NULL AND EXISTS (SELECT 1 FROM messages WHERE chat = chats.id) ORDER BY created, rowid"
             )
             running = {run for run in {row[-1] for row in rows} if own and own.runs(run)}  # ids of running processes
             free = [row for row in rows if row[-1] not in running]
-            used = dict(self.run("SELECT chat, max(created) FROM messages GROUP BY chat"))
+            used = dict(self.run(f"SELECT chat, max({WHEN}) FROM messages GROUP BY chat"))
             newest = sorted(free, key=lambda row: used[row[0]], reverse=True)
             chosen = [row for row in newest if row[-1] == newest[0][-1]][:most]
             for row in chosen:
@@ -300,7 +310,7 @@ class Store:
         """Returns the chat with this id, or the only chat whose id begins with `id` (3 characters or more). Returns
         None if there is no such chat, or more than one."""
         rows = self.run(
-            "SELECT id, title, system, parent, settings, created, model, ids FROM chats WHERE id = ?1 "
+            f"SELECT {CHAT} FROM chats WHERE id = ?1 "
             "OR (length(?1) > 2 AND substr(id, 1, length(?1)) = ?1) ORDER BY id = ?1 DESC LIMIT 2",
             (id,),
         )
@@ -315,10 +325,10 @@ class Store:
         """Returns the chat of a row with its messages; leaves out damaged settings, metrics and ids."""
         known = {name: value for name, value in _object(settings).items() if name in Sampling.__dataclass_fields__}
         rows = self.run(
-            "SELECT role, text, state, error, metrics, created FROM messages WHERE chat = ? ORDER BY position", (id,)
+            f"SELECT {MESSAGE} FROM messages WHERE chat = ? ORDER BY position", (id,)
         )
         messages = [
-            Message(role, text, state, error, _object(metrics), created)
+            _readable(Message(role, text, state, error, _object(metrics), created))
             for role, text, state, error, metrics, created in rows
         ]
         return Session(
@@ -329,14 +339,14 @@ class Store:
         """Returns the chats whose title or messages contain every word, in upper or lower case; newest first."""
         wanted = words.split()
         rows = self.run(
-            "SELECT id, title, created, closed, parent FROM chats WHERE "
+            f"SELECT id, CAST(title AS TEXT), {WHEN}, closed, CAST(parent AS TEXT) FROM chats WHERE "
             "EXISTS (SELECT 1 FROM messages WHERE chat = chats.id) ORDER BY created DESC, rowid DESC"
         )
         found: list[Found] = []
         for id, title, created, closed, parent in rows:
             if len(found) == most:
                 break
-            said = self.run("SELECT text FROM messages WHERE chat = ? ORDER BY position", (id,))
+            said = self.run("SELECT CAST(text AS TEXT) FROM messages WHERE chat = ? ORDER BY position", (id,))
             texts = [text for (text,) in said]
             searched = "\n".join([title, *texts]).lower()  # not in SQL: LIKE ignores case only in ASCII
             if all(word.lower() in searched for word in wanted):
@@ -367,6 +377,17 @@ def _ids(blob: bytes) -> list[int]:
     ids = array("i")
     ids.frombytes(blob if len(blob) % ids.itemsize == 0 else b"")
     return ids.tolist()
+
+
+def _readable(message: Message) -> Message:
+    """Returns the message without its metrics if the line under an answer cannot be made of them."""
+    try:
+        describe_answer(message)
+        if replica := message.metrics.get("replica"):
+            str.encode(replica["url"])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        message.metrics = {}
+    return message
 
 
 def _object(text: str) -> dict[str, Any]:

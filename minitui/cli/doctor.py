@@ -337,6 +337,11 @@ def _cached_models() -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _files() -> dict[str, str]:
-    from minitui.settings import config_path, data_dir
+    from minitui.settings import SettingsError, config_path, data_dir, load
 
-    return {"Settings": str(config_path()), "Chats and logs": str(data_dir())}
+    files = {"Settings": str(config_path()), "Chats and logs": str(data_dir())}
+    try:
+        load()
+    except SettingsError as error:
+        files["The settings cannot be used"] = str(error)
+    return files

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import EngineError
 from engine.params import LARGEST
 from engine.process import early_process
 from minitui import settings as settings_file
@@ -62,19 +61,11 @@ def settings_with(looks: dict[str, Any]) -> settings_file.Settings:
     """Returns the settings, with theme, fps and ascii as given on the command line. Does not save them."""
     settings = settings_file.load()
     if looks["theme"] is not None:
-        settings.theme = theme_name(looks["theme"])
+        settings.theme = settings_file.theme_name(looks["theme"])
     for name in ("fps", "ascii"):
         if looks[name] is not None:
             setattr(settings, name, looks[name])
     return settings
-
-
-def theme_name(theme: str) -> str:
-    """Returns the full name of a theme. Raises EngineError for an unknown theme."""
-    name = theme.removeprefix("minitui-")
-    if name not in ("dark", "light", "projector"):
-        raise EngineError(f"there is no theme {theme!r}: the themes are dark, light and projector")
-    return f"minitui-{name}"
 
 
 def recorded(source: Source, path: Path | None) -> Source:

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from engine.errors import EngineError
+from minitui import settings as settings_file
 from minitui.cli.browser import open_in_browser
-from minitui.cli.launch import run_app, settings_with, theme_name
+from minitui.cli.launch import run_app, settings_with
 from minitui.cli.options import with_options
 from minitui.tui.terminal.guard import need_terminal
 
@@ -181,5 +182,5 @@ def run_export(trace: str | Path, kind: str, out: Path | None, step: int | None,
     digits = size.isascii() and columns.isdigit() and rows.isdigit()
     if not (digits and len(size) < 9 and 40 <= int(columns) <= 1000 and 12 <= int(rows) <= 500):
         raise EngineError(f"the size is {size!r}: it must be columns x rows, from 40x12 to 1000x500, as in 120x36")
-    name = theme_name(theme or "dark")
+    name = settings_file.theme_name(theme or "dark")
     return write_picture(str(trace), kind, out, step, (int(columns), int(rows)), name)

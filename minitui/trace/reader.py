@@ -342,7 +342,7 @@ class TraceReader:
             for member in file.members():
                 self._scan_member(file, member)
         if not self.header or not self.keyframes:
-            raise TraceError(f"{self.path} is empty: the recording ended before its first keyframe")
+            raise TraceError(f"{self.path} has nothing to show: it ended, or is damaged, before its first keyframe")
         self.bookmarks.sort()
 
     def _scan_member(self, file: LineFile, member: Member) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
+from minitui.chat import transcripts
 from minitui.chat.conversation import Message, Sampling, Session
 from minitui.chat.store import MIGRATIONS, Store, StoreError
 from minitui.settings import ChatSettings, Settings, SettingsError
@@ -112,6 +113,11 @@ def test_settings_come_back_as_they_were_written(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["settings.toml"]  # no temporary file is left
 
 
+def test_a_theme_has_the_name_of_the_command_line(tmp_path):
+    (tmp_path / "settings.toml").write_text("theme = 'light'")
+    assert settings_file.load(tmp_path / "settings.toml").theme == "minitui-light"
+
+
 def test_missing_settings_are_the_defaults(tmp_path):
     assert settings_file.load(tmp_path / "none.toml") == Settings()
 
@@ -119,10 +125,13 @@ def test_missing_settings_are_the_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("theme = 3", "theme"),
-        ("colour = 'red'", "colour"),
+        ("theme = 3", "theme is 3; it must be a text in quotes"),
+        ("theme = 'pink'", "no theme 'pink': the themes are dark, light and projector"),
+        ("colour = 'red'", r"colour is not a setting; .* the tables \[chat\] and \[keys\]"),
+        ("temperature = 0", r"temperature is a setting of the table \[chat\]"),
         ("fps = 0", "fps"),
-        ("[chat]\nseed = 'x'", "chat.seed"),
+        ("fps = true", "fps is True; it must be a whole number"),
+        ("[chat]\nseed = 'x'", "chat.seed is 'x'; it must be a whole number"),
         ("[keys]\nfreeze = 8", "keys.freeze"),
         ("= 3", "cannot be read"),
         ("a = " + "[" * 5_000, "cannot be read"),
@@ -181,6 +190,34 @@ def test_damaged_columns_do_not_lose_the_messages(tmp_path):
     store._db.execute("UPDATE messages SET metrics = '[1'")
     [back] = open_chats(store)
     assert (back.sampling, back.ids, [(m.text, m.metrics) for m in back.messages]) == (Sampling(), [], [("why?", {})])
+
+
+@pytest.mark.parametrize("metrics", [
+    '{"ttft_ms": "soon"}', '{"prompt_tokens": []}', '{"match": {"stop": 5, "detail": 7}}', '{"match": 5}',
+    '{"replica": {"number": 1, "name": "a", "passed": []}}', '{"drafted_tokens": 3}', '{"diverged": {"at": "x"}}',
+])
+def test_metrics_that_were_edited_by_hand_are_left_out(tmp_path, metrics):
+    store = Store(tmp_path / "chats.sqlite")
+    store.save_chat(chat())
+    for position, written in enumerate((metrics, '{"prompt_tokens": 7}')):
+        store.save_message("a", position, Message("assistant", "because"))
+        store._db.execute("UPDATE messages SET metrics = ? WHERE position = ?", (written, position))
+    [back] = open_chats(store)
+    assert [message.metrics for message in back.messages] == [{}, {"prompt_tokens": 7}]
+
+
+def test_values_of_another_type_are_read_as_what_the_column_has(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    store.save_chat(chat())
+    store.save_message("a", 0, Message("user", "why?"))
+    for column, value in (("title", b"t"), ("system", 5), ("created", "soon"), ("ids", 7), ("settings", 1.5)):
+        store._db.execute(f"UPDATE chats SET {column} = ?", (value,))
+    for column, value in (("text", b"why?"), ("error", b""), ("created", 1e300), ("metrics", 3)):
+        store._db.execute(f"UPDATE messages SET {column} = ?", (value,))
+    [found] = store.search("why")
+    back = store.load("a")
+    assert back is not None and (found.title, found.created, back.system) == ("t", 0.0, "5")
+    assert '"content": "why?"' in transcripts.as_json(back) and "why?" in transcripts.as_markdown(back)
 
 
 def test_a_data_directory_that_cannot_be_created_is_reported_with_advice(tmp_path, monkeypatch):

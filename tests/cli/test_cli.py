@@ -23,7 +23,7 @@ from minitui.chat.conversation import Sampling
 from minitui.cli import early, launch
 from minitui.cli.ask import ask_source
 from minitui.cli.compare import run_names
-from minitui.cli.doctor import EXTRAS, _fits_gpu, _shapes, report
+from minitui.cli.doctor import EXTRAS, _files, _fits_gpu, _shapes, report
 from minitui.cli.launch import make_sampling, settings_with
 from minitui.cli.main import app, main
 from minitui.progress import Phases, process_age_s
@@ -306,6 +306,13 @@ def test_doctor_measures_the_phases_of_a_start(here):
     names = [each[2] for each in found]
     assert "importing torch" in names and names[-2:] == ["a first prompt of 16 tokens, to its first token", "all"]
     assert min(times[-2:]) > 0 and abs(sum(times[:-1]) - times[-1]) < len(times)
+
+
+def test_doctor_names_wrong_settings(monkeypatch, tmp_path):
+    monkeypatch.setenv("MINITUI_CONFIG", str(tmp_path / "settings.toml"))
+    assert [*_files()] == ["Settings", "Chats and logs"]
+    (tmp_path / "settings.toml").write_text("fps = 500")
+    assert _files()["The settings cannot be used"].endswith("fps is 500; it must be from 1 to 60")
 
 
 def test_doctor_as_json(here):

@@ -108,6 +108,9 @@ def test_a_damaged_end_does_not_hide_the_beginning(tmp_path: Path) -> None:
         assert len(records) > 200
         assert records == whole[: len(records)]
         final_state(reader)
+    path.write_bytes(data[:40] + b"~q0" * 20 + data[100:])
+    with pytest.raises(TraceError, match="is damaged, before its first keyframe"):
+        TraceReader(path)
 
 
 def test_what_is_no_trace_is_refused_with_a_sentence(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ class AppBase(Notices):
         self.story = ""  # text of a demo or a recording, shown under the top bar
         for theme in THEMES:
             self.register_theme(theme)
-        self.theme = settings.theme if settings.theme in self.available_themes else THEMES[0].name
+        self.theme = settings.theme
         use_ascii(settings.ascii)
         self._line_filters: list[LineFilter] = [VisibleLines(), AsciiLines()] if settings.ascii else [VisibleLines()]
         self.set_class(settings.ascii, "-ascii")
