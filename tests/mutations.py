@@ -64,12 +64,12 @@ MUTATIONS = (
         "allocator-frees-what-the-tree-holds", "A cached block is handed out while the tree still refers to it.",
         "engine/core/allocator.py", "tests/engine/core/test_kv.py",
         (
-            "if self._in_tree[block]:\n"
-            "                    self.num_cached += 1\n"
+            "if in_tree[block]:\n"
+            "                    cached += 1\n"
             "                else:\n"
-            "                    self._free.append(block)"
+            "                    free.append(block)"
         ),
-        "self._free.append(block)",
+        "free.append(block)",
     ),
     Mutation(
         "allocator-hands-out-what-it-has", "Fewer blocks than asked for are returned.",

@@ -72,19 +72,24 @@ class BlockAllocator:
 
     def release(self, blocks: Iterable[int]) -> None:
         """Remove one holder from each block. A block outside the tree is freed when its last holder releases it."""
+        counts, in_tree, free = self._holders, self._in_tree, self._free
+        active = shared = cached = 0
         for block in blocks:
-            holders = self._holders[block] = self._holders[block] - 1
+            holders = counts[block] = counts[block] - 1
             if holders == 0:
-                self.num_active -= 1
-                if self._in_tree[block]:
-                    self.num_cached += 1
+                active -= 1
+                if in_tree[block]:
+                    cached += 1
                 else:
-                    self._free.append(block)
+                    free.append(block)
             elif holders == 1:
-                self.num_shared -= 1
-                self.num_active += 1
+                shared -= 1
+                active += 1
             elif holders < 0:
                 raise AssertionError(f"block {block} was released more often than it was held")
+        self.num_active += active
+        self.num_shared += shared
+        self.num_cached += cached
 
     def tree_add(self, blocks: Iterable[int]) -> None:
         """Record that the tree refers to these blocks. A request must hold each of them."""
@@ -93,11 +98,13 @@ class BlockAllocator:
 
     def tree_drop(self, blocks: Iterable[int]) -> None:
         """Record that the tree no longer refers to these blocks. Blocks without a holder are freed."""
+        holders, in_tree, free = self._holders, self._in_tree, self._free
+        before = len(free)
         for block in blocks:
-            self._in_tree[block] = 0
-            if self._holders[block] == 0:
-                self.num_cached -= 1
-                self._free.append(block)
+            in_tree[block] = 0
+            if holders[block] == 0:
+                free.append(block)
+        self.num_cached -= len(free) - before
 
     def check(self) -> None:
         """Raise AssertionError unless counts, states and the free list agree."""

@@ -47,6 +47,7 @@ class KVCache:
         self.windows = [side for side in self.sides if isinstance(side, Window)]
         self.waste = Waste()
         self._copies = Copies()
+        self.sends_tables = True  # False: no device reads the block tables
         self._table_changes: Changes = {}
 
     @property
@@ -166,6 +167,8 @@ class KVCache:
             window.resend(request)
 
     def _changed(self, request: Request, start: int, end: int) -> None:
+        if not self.sends_tables:
+            return
         row, table, changes = request.row << 32, request.table, self._table_changes
         for column in range(start, end):
             changes[row | column] = table[column]

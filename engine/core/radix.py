@@ -198,7 +198,8 @@ class RadixTree:
         while freed < n and (node := self.next_leaf()) is not None:
             take = min(n - freed, len(node.blocks))
             keep = len(node.blocks) - take
-            self.evicted.update(dict.fromkeys(node.hashes[keep:], self.step))
+            for prefix in node.hashes[keep:]:
+                self.evicted[prefix] = self.step
             self.log.append("evict", node.id, take, reason)
             self._cut(node, keep)
             if not keep and node.parent is not None and len(node.parent.children) == 1:

@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Question:
         self.costs: Costs = costs_of(self.recorded.steps, str(path), self.reader.info.graphs)
         self.setting = Setting.of(self.reader.info, self.reader.part(0).snapshot)
 
-    @property
+    @cached_property
     def figures(self) -> RunFigures:
         """The figures of the recording."""
         recorded, view = self.recorded, View()

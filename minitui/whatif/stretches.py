@@ -51,6 +51,7 @@ class KnownScheduler(Scheduler):
     def __init__(self, engine: Engine, texts: dict[int, list[int]], came: dict[int, list[float]]) -> None:
         super().__init__(engine.scheduler.config, engine.cache, engine.log)
         self.writer: KnownWriter = KnownWriter(self)
+        self.cache.sends_tables = False
         self.texts, self.came = texts, came
         self.times: list[float] = []  # of the commits
         self.stretches: dict[int, Stretch] = {}  # by request
@@ -188,7 +189,6 @@ class KnownWriter(PlanWriter):
         prefills = [(request.id, start, q, request.decoding) for request, start, q in chunks]
         tokens, ids = n + sum(q for _, _, q in chunks), [request.id for request in joined]
         self._log.append("step", step, prefills, ids, left, tokens, num_waiting)
-        self._cache.take_table_changes()
         heap = known.longest
         while heap and heap[0][2].until != NEVER:
             heappop(heap)
