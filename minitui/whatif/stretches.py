@@ -12,6 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from types import SimpleNamespace
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -59,7 +60,7 @@ class KnownScheduler(Scheduler):
         self.begun: list[Stretch] = []  # by the step that is being planned
         self.spent: list[tuple[int, int]] = []  # (age, request): nothing to compute, the last token is in flight
         self.ages: dict[int, int] = {}  # by request
-        self.bases = 0  # their sum
+        self.bases = 0  # the sum of those of the stretches
         self.longest: list[tuple[int, int, Stretch]] = []  # a heap of (-base, age, stretch)
         self._plans: Due = defaultdict(dict)
         self._commits: Due = defaultdict(dict)
@@ -197,16 +198,6 @@ class KnownWriter(PlanWriter):
         return Scheduled(cast(StepPlan, plan), requests, [request.epoch for request in requests], {})
 
 
-class Visited(NamedTuple):
-    """A plan of the rows that are visited."""
-
-    step: int
-    starts: np.ndarray
-    q_lens: np.ndarray
-    samples: np.ndarray
-    num_drafted: int = 0
-
-
 class KnownCommitter(Committer):
     """Commits the chunks of a step, and the rows to which more happens than a token."""
 
@@ -226,7 +217,7 @@ class KnownCommitter(Committer):
             requests = (*(one.request for one in found), *scheduled.requests)
             epochs = [*(one.epoch for one in found), *scheduled.epochs]
             starts, q_lens, samples = map(np.array, zip(*rows, strict=True))
-            visited = Visited(step, starts, q_lens, samples)
+            visited = SimpleNamespace(step=step, starts=starts, q_lens=q_lens, samples=samples, num_drafted=0)
             emitted = super().commit(Scheduled(cast(StepPlan, visited), requests, epochs, {}), result)
         else:
             known.settle(step)
