@@ -221,6 +221,13 @@ def test_it_runs_to_its_end_and_proves_what_it_teaches(number: int, outcome: Cal
     assert len(result.answers) == 3 and all(len(answer) > 0 for answer in result.answers)
 
 
+def test_the_numbers_of_two_runs_end_below_their_names(outcome: Callable[[int], Taught]) -> None:
+    _, table = outcome(3).seen["One piece or blocks"].text.split("\n\n")
+    lines = table.split("\n")
+    assert len(lines) > 3 and {len(line) for line in lines} == {59}
+    assert all(line[38] != " " and line[39] == " " for line in lines)
+
+
 def test_the_bars_of_the_sampler_lesson_are_those_of_its_rules(outcome: Callable[[int], Taught]) -> None:
     """The tables have a line for each setting, with the probabilities that the engine's sampler has drawn from."""
     seen = outcome(5).seen
@@ -1036,6 +1043,7 @@ async def test_enter_shows_the_next_picture_of_an_experiment_and_then_waits_for_
         await room.press("r")
         await room.until(lambda: "enter next picture  e end" in room.text())
         assert "The experiment runs. Enter: the next picture. Key e: run to the end." in room.text() and pictures == [0]
+        assert all(len(line) <= 60 for line, _ in page_lines(room.reading, 60)), "wrapped beside a panel"
         await room.press("enter")
         stage.beat = 0.01  # a pause would end at once, but the experiment now waits for the key
         await room.until(lambda: pictures == [0, 1])

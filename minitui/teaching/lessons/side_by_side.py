@@ -41,11 +41,10 @@ def side_by_side(
         ]
         if counted is not None:
             pairs = zip(*map(counted, comparison.runs), strict=True)
-            lines = [f" {title:<28}{one:>10}{other:>20}" for (title, one), (_, other) in pairs] + lines
+            lines = [_columns(title, str(one), str(other)) for (title, one), (_, other) in pairs] + lines
         first, second = (run.name for run in comparison.runs)
-        head = f" {'':<22}{first:>16}{second:>20}"
         return Seen(
-            f"{sentence} {outcome.replies}\n\n" + "\n".join([head, *lines]),
+            f"{sentence} {outcome.replies}\n\n" + "\n".join([_columns("", first, second), *lines]),
             answer(comparison) if answer is not None else None,
         )
 
@@ -61,7 +60,11 @@ def _with_all_options(chosen: Contrast) -> Contrast:
 def _line(one: Difference) -> str:
     quantity = one.quantity
     title = TITLES.get(quantity.name, quantity.title.strip())
-    return f" {title:<22}{quantity.text(one.first):>16}{quantity.text(one.second):>20}"
+    return _columns(title, quantity.text(one.first), quantity.text(one.second))
+
+
+def _columns(title: str, first: str, second: str) -> str:
+    return f" {title}{first:>{38 - len(title)}}{second:>20}"
 
 
 def steps_and_time(comparison: Comparison) -> str:

@@ -155,6 +155,9 @@ class JoinScreen(Overlay[None]):
     def compose(self) -> ComposeResult:
         code = qr_rows(self.link)
         without = "" if code else "\n\nThe package segno draws a QR code here: pip install segno"
+        address = f"Answer on your phone: {self.link}"
+        picture = Static(Text("\n".join(code), style="black on white", no_wrap=True), markup=False)
+        picture.styles.margin = (0, 0, 0, max(0, len(address) - len("".join(code[:1]))) // 2)
         with Vertical():
-            yield Static(Text("\n".join(code), style="black on white", no_wrap=True), markup=False)
-            yield Static(Text(f"\nAnswer on your phone: {self.link}{without}", style="bold"), markup=False)
+            yield picture
+            yield Static(Text(f"\n{address}{without}", style="bold"), markup=False)

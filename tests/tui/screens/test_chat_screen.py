@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import OptionList
+from textual.widgets import OptionList, Static
 
 from engine.errors import EngineError
 from engine.process.heartbeat import Condition
@@ -24,6 +24,7 @@ from minitui.chat.store import Store
 from minitui.settings import Settings
 from minitui.teaching.stage import Stage
 from minitui.tui.apps.app import MinituiApp
+from minitui.tui.apps.audience import JoinScreen
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.dialogs import ChoiceDialog, EngineDownDialog, TextDialog
 from minitui.tui.screens.help import HelpScreen, bindings_here
@@ -683,6 +684,16 @@ async def test_unknown_commands_and_wrong_arguments_are_sentences():
             shown = [n.message for n in app._notifications]
             assert any(words in message for message in shown), (command, shown)
             assert screen.prompt.text == command, "it can be corrected"
+
+
+async def test_the_code_for_phones_is_above_the_middle_of_its_address():
+    pytest.importorskip("segno", reason="the extra 'web' is not installed")
+    async with running() as (app, pilot, _):
+        app.push_screen(JoinScreen("http://192.0.2.2:8941/paging-e9zq7tf6k2"))
+        await until(pilot, lambda: len(app.screen.query(Static)) == 2)
+        await pilot.pause()
+        code, address = app.screen.query(Static)
+        assert abs(code.region.x + code.region.right - address.region.x - address.region.right) <= 1
 
 
 async def _said(app: MinituiApp, pilot: Pilot[Any], words: str) -> None:

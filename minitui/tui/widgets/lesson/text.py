@@ -173,13 +173,14 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
     if reading.at in reading.failed:
         lines += [("", "ink"), *((line, "bad") for line in paragraphs(reading.failed[reading.at], width))]
     elif reading.running and page.run is not None:
-        lines += [("", "ink"), (_running(reading), "running")]
+        lines += [("", "ink"), *((line, "running") for line in paragraphs(_running(reading), width))]
     elif seen is not None:
         lines += _result(reading, page, seen, width)
         if reading.at in reading.views:
             lines += [("", "ink"), *((line, "dim") for line in paragraphs(EARLIER, width))]
     elif page.run is not None:
-        lines += [("", "ink"), _hint(reading, page)]
+        hint, style = _hint(reading, page)
+        lines += [("", "ink"), *((line, style) for line in paragraphs(hint, width))]
     if page.code and seen is None:  # the result needs the room
         path, _, name = page.code.partition(":")
         lines += [("", "ink"), (f"v: {path.replace('.', '/')}.py  {name}".rstrip(), "dim")]
