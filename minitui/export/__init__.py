@@ -26,7 +26,7 @@ def export(trace: str | Path, kind: str, out: str | Path | None = None) -> Path:
         raise TraceError(f"unknown export format {kind!r}: choose one of {', '.join(FORMATS)}")
     suffix, write = WRITERS[kind]
     reader = TraceReader(trace)
-    path = Path(out) if out is not None else reader.path.with_name(reader.path.name.split(".")[0] + suffix)
+    path = Path(out) if out is not None else reader.path.with_name(reader.path.name.removesuffix(".trace") + suffix)
     try:
         write(reader, path)
     except OSError as error:

@@ -47,7 +47,7 @@ def write_picture(
     trace: str, kind: str, out: str | Path | None, step: int | None, size: tuple[int, int], theme: str
 ) -> Path:
     """Write a picture of the format `kind` ("svg" or "png") to `out` (None: beside the trace); returns the path."""
-    path = Path(out) if out is not None else Path(trace).with_name(f"{Path(trace).name.split('.')[0]}.{kind}")
+    path = Path(out) if out is not None else Path(f"{trace.removesuffix('.trace')}.{kind}")
     browser = find_browser()
     if kind == "png" and browser is None:
         raise TraceError(NO_BROWSER)

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import re
+import shutil
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.trace.kind import FIELDS
 from engine.trace.state import State
+from minitui.cli.recordings import run_export
 from minitui.cli.tail import tail_live, tail_server, tail_trace
 from minitui.export import export
 from minitui.export.perfetto import DEVICE, HOST, NAMES, REQUESTS
@@ -309,6 +311,17 @@ def test_a_server_s_lines_are_summed_up_every_minute(
     view.reset(reader.part(0).snapshot)
     told = [line for line in kind(view).tell(reader.records()) if line.text.startswith(said)]
     assert len(told) == 2 and 0.45 < told[1].t - told[0].t < 0.8, [str(line) for line in told]
+
+
+def test_each_file_of_a_recording_has_an_export_of_its_own(tmp_path: Path) -> None:
+    """A class with several engines is class.trace, class.2.trace …: one picture must not replace the other."""
+    for name in ("class.trace", "class.2.trace"):
+        shutil.copyfile(GOLDEN, tmp_path / name)
+    kinds = ("md", "svg")
+    written = [run_export(str(tmp_path / name), kind, None, None, "80x24", None)
+               for name in ("class.trace", "class.2.trace") for kind in kinds]
+    assert [path.name for path in written] == ["class.md", "class.svg", "class.2.md", "class.2.svg"]
+    assert all(path.parent == tmp_path and path.stat().st_size for path in written)
 
 
 def test_a_recording_that_was_cut_off_is_said_beside_the_json(

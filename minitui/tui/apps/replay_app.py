@@ -148,7 +148,8 @@ class ReplayApp(MinituiApp):
         if last != self._passed[0]:
             self._passed = (last, now)
         shown = last == self.position or (not self.replay.stopped and now - self._passed[1] < WRITTEN_S)
-        return " ".join(text for step, text in marks if step == last) if shown else ""
+        *before, end = [text for step, text in marks if step == last and shown] or [""]
+        return "".join(text + (" " if text.endswith((".", "!", "?")) else ". ") for text in before) + end
 
     def _about(self) -> str:
         """Returns a note for a recording with random text; empty for other recordings."""

@@ -216,14 +216,15 @@ async def test_a_bookmark_narrates_its_step(playing: tuple[ReplayApp, Pilot[Any]
     await press(pilot, "p")
     await until(pilot, lambda: app.replay.paused)
     step = app.replay.trace.last_step - 20
-    for text in ("Here the pool is full.", "Watch r3."):
+    for text in ("Here the pool is full.", "I: first eviction", "Watch r3."):
         app.replay.bookmark(step, text)
+    told = "Here the pool is full. I: first eviction. Watch r3."
     for mode in ("inspect", "lecture"):
         app.switch_mode(mode)
         for at, shown in ((step - 1, False), (step, True), (step + 1, False)):
             await app.seek(at)
             await until(pilot, lambda at=at: app.position == at)
-            await until(pilot, lambda shown=shown: ("Here the pool is full. Watch r3." in text_of(app)) is shown)
+            await until(pilot, lambda shown=shown: (told in text_of(app)) is shown)
 
 
 async def test_it_takes_no_questions(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
