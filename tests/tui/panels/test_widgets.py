@@ -869,6 +869,12 @@ def test_events_are_the_newest_first_each_with_its_step_kind_and_words():
         step, kind = row.split()[:2]
         assert int(step.replace(",", "")) == max(event.step, 0) and kind == event.kind
         assert row.split(maxsplit=2)[2].rstrip(" …") in view.texts.event(event)
+    for width in range(30, 110):
+        for height in range(3, 9):
+            last = body(widget, view, width, height)[-1].rstrip()
+            told = " ".join(view.texts.event(event, width < 50) for event in newest)
+            word = re.search(r"(\w+) ?…$", last)
+            assert word is None or re.search(rf"\b{word[1]}\b", told), "the last word is whole"
     widget.filter = 2
     assert {row.split()[1] for row in body(widget, view, 110, 20)} <= {"evict", "preempt"}
     view.select("request", view.subject())

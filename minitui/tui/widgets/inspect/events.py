@@ -14,7 +14,7 @@ from textual.binding import Binding
 from minitui.trace.foreign import REMOVED
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import Opened, Picture, SearchPanel
-from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit, named
+from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit, named, whole_words
 from minitui.viewmodel.history.events import EVENTS_KEPT, KINDS, PAGES, Event
 from minitui.viewmodel.history.events import Events as EventLog
 from minitui.viewmodel.view import View
@@ -229,7 +229,7 @@ class Events(SearchPanel):
         rows = []
         for number, piece in enumerate(pieces[:most]):
             cut = number == most - 1 < len(pieces) - 1  # there is no room for the next piece
-            line = fit(f"{piece} {glyphs().dots}" if cut else piece, max(0, room), glyphs().dots)
+            line = fit(whole_words(f"{piece} {glyphs().dots}" if cut else piece, max(0, room)), max(0, room))
             rows.append(row.extend(named(view, line, style)).done(width, "select" if linked else ""))
             row = Row().to(width - room)
         return rows
