@@ -46,8 +46,9 @@ class MinituiApp(AppBase):
     ToastRack { align: right bottom; margin: 0; }  /* over the hints, not the panels */
     ReplayScreen, ReplayLecture, ExerciseScreen { & ToastRack { margin-bottom: 1; } }  /* above the last bar */
     Toast { background: $empty-chip; width: auto; max-width: 100%; padding: 0 1; margin: 0; }
+    Tooltip { background: $ground; max-width: 100%; padding: 0 1; border: round $frame; offset-x: 2; }
     .-ascii Prompt, .-ascii ModalScreen > Vertical { border: ascii $accent; }
-    .-ascii Toast { border: none; }
+    .-ascii Toast, .-ascii Tooltip { border: none; }
     .-ascii Transcript:focus { border-left: ascii $accent; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -71,6 +71,7 @@ class AppBase(Notices):
 
     TITLE = "minitui"
     HELP_FIRST: ClassVar[tuple[tuple[str, str], ...]] = ()  # (title, text) pairs shown before the help of a screen
+    TOOLTIP_DELAY = 0.3  # seconds: a pointer that moves across the panels shows no details
     ENABLE_COMMAND_PALETTE = False  # Commands.do_palette replaces Textual's palette
     # Group or id of ACTIONS that this application does not offer -> why. "" offers an action of such a group.
     NOT_OFFERED: ClassVar[dict[str, str]] = {

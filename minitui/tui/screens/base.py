@@ -9,8 +9,8 @@ from textual.binding import Binding, BindingType
 
 from minitui.tui.apps.app_base import AppBase
 from minitui.tui.terminal.textual_insides import Result, SizedScreen
-from minitui.tui.widgets.base import LinePanel, Opened, Pointed
-from minitui.tui.widgets.inspect.details import Details, HoverCard
+from minitui.tui.widgets.base import LinePanel, Opened
+from minitui.tui.widgets.inspect.details import Details
 from minitui.viewmodel.view import View
 
 PHONE = 60  # columns; a narrower screen leaves out what is not read there
@@ -28,11 +28,6 @@ class BaseScreen(SizedScreen[Result]):
     def hints(self) -> list[Hint]:
         """Returns the hints for the status bar, the most important first."""
         return [(self.app.key_of(action.id), action.footer) for action in self.app.actions if action.footer]
-
-    def on_pointed(self, message: Pointed) -> None:
-        """Show what is under the pointer, on screens that have a card for it."""
-        for card in self.query(HoverCard):
-            card.point(self.app.view, message.thing, message.place)
 
     def on_opened(self, message: Opened) -> None:
         """Show the details that a panel has requested, on screens that have a popover."""

@@ -21,7 +21,7 @@ from minitui.tui.widgets.bars import Bar, PanelChosen, PanelStrip, StatusBar, To
 from minitui.tui.widgets.base import Column, Columns, LinePanel, selected
 from minitui.tui.widgets.hit_card import HitCard
 from minitui.tui.widgets.inspect.block_map import BlockMap
-from minitui.tui.widgets.inspect.details import Details, HoverCard
+from minitui.tui.widgets.inspect.details import Details
 from minitui.tui.widgets.inspect.events import Events
 from minitui.tui.widgets.inspect.lanes import BatchLanes
 from minitui.tui.widgets.inspect.timeline import JumpRequested, TimelineClosed, TimelineOpened
@@ -191,7 +191,6 @@ class InspectScreen(BaseScreen[None]):
             yield Column(*columns["left"], id="left")
             yield Column(*columns["right"], *columns["alone"], id="right")
         yield Details(id="details")
-        yield HoverCard()
         yield StatusBar()
 
     def on_mount(self) -> None:
@@ -243,7 +242,6 @@ class InspectScreen(BaseScreen[None]):
             return
         single = self.single
         self.query_one(HitCard).leave_room(self.maximised)
-        self.query_one(HoverCard).display = False
         if not single and self.current in ALONE:
             self.current = self._before_alone.panel
             self._panels[self.current].focus()

@@ -20,7 +20,7 @@ from minitui.tui.widgets.base import Column, Columns
 from minitui.tui.widgets.hit_card import HitCard
 from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.block_table import BlockTable
-from minitui.tui.widgets.inspect.details import Details, HoverCard
+from minitui.tui.widgets.inspect.details import Details
 from minitui.tui.widgets.inspect.step_bar import StepBar
 from minitui.tui.widgets.inspect.tree import RadixTree
 from minitui.tui.widgets.lecture import FirstTokens, Why
@@ -73,7 +73,6 @@ class LectureScreen(BaseScreen[None]):
                 yield RadixTree(id="tree")
                 yield FirstTokens(id="first")
         yield Details(id="details")
-        yield HoverCard()
         yield StatusBar()
 
     def on_mount(self) -> None:

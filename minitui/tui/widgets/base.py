@@ -11,26 +11,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+from rich.text import Text
 from textual import events
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
 from textual.filter import ANSIToTruecolor
-from textual.geometry import Offset, Region, Size
+from textual.geometry import Region, Size
 from textual.message import Message
 from textual.reactive import Reactive
 from textual.strip import Strip
+from textual.widget import Widget
 
 from minitui.tui.glyphs import ASCII, Glyphs, glyphs, to_ascii
 from minitui.tui.terminal.line_filters import VisibleLines
 from minitui.tui.terminal.textual_insides import CellWidget
 from minitui.tui.theme import Palette, palette
-from minitui.tui.widgets.rows import Line, Row, Run, Runs, cells, clip, plain, runs_width, wrapped
+from minitui.tui.widgets.rows import Line, Row, Run, Runs, cells, clip, named, named_rows, plain, runs_width, wrapped
 from minitui.viewmodel.view import View
+from minitui.viewmodel.words.story import tell
 
 Thing = tuple[str, Any]  # kind and id, as in View.select
 Id = TypeVar("Id")
 EDGE = 6  # cells of the lower edge that a legend cannot have
 LEGEND_GAP = 2  # cells between two entries of a legend below the picture
+LABEL = 13  # cells of a label of the details of a thing
+CARD, CARD_ROWS = 60, 7  # cells and rows of the details where the pointer rests
 
 
 def in_frame(
@@ -134,12 +139,15 @@ class Opened(Message):
     id: Any
 
 
-@dataclass
-class Pointed(Message):
-    """The pointer has come to a thing, at `place` of the screen; None: it has left the last one."""
-
-    thing: Thing | None
-    place: Offset
+def story_lines(view: View, kind: str, subject: Any, width: int) -> list[Runs]:
+    """Returns the details of a thing as rows."""
+    rows: list[Runs] = []
+    for label, text in tell(view, kind, subject).lines:
+        pieces = named_rows(view, text, "ink", max(20, width - LABEL)) or [()]
+        for i, piece in enumerate(pieces):
+            label_runs = named(view, view.texts.labelled(label), "dim") if i == 0 else []
+            rows.append(Row().extend(label_runs).to(LABEL).extend(piece).done(width))
+    return rows
 
 
 class Column(Vertical):
@@ -317,7 +325,7 @@ class LinePanel(CellWidget, can_focus=True):
 
     def on_click(self, event: events.Click) -> None:
         column, row = self._cell(event)
-        self._point(None, event)
+        self._under = self.tooltip = None
         if self.painted and row >= 0 and column >= 0:
             self.clicked(self.view, column, row)
             self.repaint()
@@ -325,20 +333,22 @@ class LinePanel(CellWidget, can_focus=True):
     def on_mouse_move(self, event: events.MouseMove) -> None:
         column, row = self._cell(event)
         inside = self.painted and row >= 0 and column >= 0 and not event.button
-        self._point(self.pointed(self.view, column, row) if inside else None, event)
+        self._under = self.pointed(self.view, column, row) if inside else None
 
-    def on_leave(self) -> None:
-        self._point(None, None)
+    @Widget.tooltip.getter  # type: ignore[attr-defined]
+    def tooltip(self) -> Text | None:
+        """The first details of the thing under the pointer; Textual shows them when the pointer rests."""
+        if self._under is None:
+            return None
+        width = min(CARD, self.screen.size.width - 4)
+        head = Row(tell(self.view, *self._under).title, "bold ink").done(width)
+        rows = [head, *story_lines(self.view, *self._under, width)[:CARD_ROWS], Row("click selects", "dim").done(width)]
+        style = palette(self.app).style
+        return Text("\n").join(Text.assemble(*((text, style(words)) for text, words in row)) for row in rows)
 
     def _cell(self, event: events.MouseEvent) -> tuple[int, int]:
         """Returns the column and row of the body at the pointer."""
         return (event.x, event.y) if self.frame == "none" else (event.x - 2, event.y - 1)
-
-    def _point(self, thing: Thing | None, event: events.MouseEvent | None) -> None:
-        """Tell the screen when the pointer comes to another thing."""
-        if thing != self._under:
-            self._under = thing
-            self.post_message(Pointed(thing, event.screen_offset if event is not None else Offset()))
 
     @property
     def text(self) -> str:

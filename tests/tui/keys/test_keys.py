@@ -54,7 +54,7 @@ async def live(size: tuple[int, int]) -> AsyncIterator[tuple[MinituiApp, Pilot[A
 async def recording(size: tuple[int, int]) -> AsyncIterator[tuple[ReplayApp, Pilot[Any]]]:
     """The golden recording, paused in its middle."""
     app = replay_app(str(GOLDEN), speed=0.2)
-    async with app.run_test(size=size, notifications=True) as pilot:
+    async with app.run_test(size=size, notifications=True, tooltips=True) as pilot:
         await until(pilot, lambda: app.feed.live)
         await press(pilot, "E")
         await until(pilot, lambda: app.replay.ended and not app.feed.backlog)

@@ -8,6 +8,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.selection import Selection
 from textual.widgets._toast import Toast
+from textual.widgets._tooltip import Tooltip
 
 from minitui.tui.apps.app import MinituiApp
 from minitui.tui.glyphs import glyphs
@@ -16,7 +17,6 @@ from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.widgets.bars import StatusBar
 from minitui.tui.widgets.base import LinePanel, selected
 from minitui.tui.widgets.inspect.block_table import BlockTable
-from minitui.tui.widgets.inspect.details import HoverCard
 from minitui.tui.widgets.inspect.lanes import BatchLanes
 from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.replay_bar import ReplayBar
@@ -115,17 +115,17 @@ async def test_a_click_on_the_slowest_step_of_small_timings_selects_it() -> None
 async def test_a_pointer_that_rests_shows_the_card_of_a_block_and_of_a_request_and_selects_nothing() -> None:
     async with recording((160, 48)) as (app, pilot):
         screen = await inspecting(app, pilot)
-        before, card = app.view.selection, screen.query_one(HoverCard)
+        before, card = app.view.selection, screen.query_one(Tooltip)
         table, requests = screen.query_one(BlockTable), screen.query_one(BatchLanes)
         assert not card.display
         rows, columns, block = table._places[0]
         await pilot.hover(table, offset=(columns[0] + 3, rows[0] + table._heading + 1))
         await until(pilot, lambda: card.display)
-        assert card.thing == ("block", block) and f"Block {block}" in card.text and app.view.selection == before
+        assert f"Block {block} " in str(card.render()) and app.view.selection == before
         assert not card.region.contains(*pilot.app.mouse_position), "the card hides what it is about"
         row = next(i for i, slot in enumerate(requests.rows.slots) if slot)
         await pilot.hover(requests, offset=(3, 3 + row))
-        await until(pilot, lambda: card.display and card.thing is not None and card.thing[0] == "request")
+        await until(pilot, lambda: card.display and "Request r" in str(card.render()))
         await pilot.hover(screen.query_one(StatusBar), offset=(2, 0))
         await until(pilot, lambda: not card.display)
 

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, ClassVar
 
 from textual.binding import Binding
-from textual.geometry import Offset
-from textual.timer import Timer
 from textual.widget import Widget
 
-from minitui.tui.widgets.base import LinePanel, Picture, ScrollPanel, Thing, selected
+from minitui.tui.widgets.base import LinePanel, Picture, ScrollPanel, selected, story_lines
 from minitui.tui.widgets.inspect.timeline import TimelineOpened
-from minitui.tui.widgets.rows import Row, Run, Runs, named, named_rows
+from minitui.tui.widgets.rows import Row, Run
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
-
-LABEL = 13  # cells
-HOVERED = 7  # lines of a hover card
-REST_S = 0.3  # a pointer that moves across the panels shows no cards
-
-
-def story_lines(view: View, kind: str, subject: Any, width: int) -> list[Runs]:
-    """Returns the details of a thing as rows."""
-    rows: list[Runs] = []
-    for label, text in tell(view, kind, subject).lines:
-        pieces = named_rows(view, text, "ink", max(20, width - LABEL)) or [()]
-        for i, piece in enumerate(pieces):
-            label_runs = named(view, view.texts.labelled(label), "dim") if i == 0 else []
-            rows.append(Row().extend(label_runs).to(LABEL).extend(piece).done(width))
-    return rows
 
 
 class SelectedBlock(LinePanel, can_focus=False):
@@ -45,39 +27,6 @@ class SelectedBlock(LinePanel, can_focus=False):
         more = len(rows) - height
         key: list[Run] = [(f"{more} more lines: enter", "dim")] if more > 0 else []
         return Picture(rows[:height], title=tell(view, "block", block).title, legend=key)
-
-
-class HoverCard(LinePanel, can_focus=False):
-    """The first details of the thing under the pointer, beside it. A click selects the thing."""
-
-    DEFAULT_CSS = "HoverCard { layer: above; position: absolute; display: none; }"
-    thing: Thing | None = None
-    _timer: Timer | None = None
-
-    def point(self, view: View, thing: Thing | None, place: Offset) -> None:
-        """Hide, and show this thing when the pointer has rested at `place` of the screen."""
-        self.display = False
-        if self._timer is not None:
-            self._timer.stop()
-        self._timer = None if thing is None else self.set_timer(REST_S, partial(self._show, view, thing, place))
-
-    def _show(self, view: View, thing: Thing, place: Offset) -> None:
-        self.thing, self.display = thing, True
-        whole = self.screen.size
-        width = min(64, whole.width - 4)
-        height = min(len(story_lines(view, *thing, width - 4)), HOVERED) + 2
-        below = place.y + 1 + height <= whole.height - 1
-        self.styles.width, self.styles.height = width, height
-        self.styles.offset = (
-            max(0, min(place.x + 2, whole.width - width)), place.y + 1 if below else max(0, place.y - height),
-        )
-        self.paint(view)
-
-    def picture(self, view: View, width: int, height: int) -> Picture:
-        if self.thing is None:
-            return Picture([])
-        rows = story_lines(view, *self.thing, width)
-        return Picture(rows[:height], title=tell(view, *self.thing).title, legend=[("click selects", "dim")])
 
 
 class Details(ScrollPanel):
