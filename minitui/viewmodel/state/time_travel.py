@@ -3,31 +3,26 @@
 The history is limited to about RECORDS_KEPT records. Records older than KEPT_SECONDS are dropped earlier, but the
 newest KEYFRAME_EVERY records are always kept. To rebuild a state exactly, the nearest earlier keyframe is copied, and
 the later records are folded into the copy. Records are kept as bytes, which the garbage collector does not visit: about
-70 bytes each, and 30 after PLAIN_SECONDS, when they are compressed. Under a heavy load, records are dropped before
-that: to compress them took a fifth of the time of folding.
+70 bytes each.
 """
 
 from __future__ import annotations
 
 import marshal
-import zlib
 from collections import deque
 from collections.abc import Iterator
 
-from engine.trace.kind import Record, seq_of, time_of
+from engine.trace.kind import Record, seq_of
 from minitui.viewmodel.state.annotated_state import AnnotatedState
 
 RECORDS_KEPT = 400_000
 KEPT_SECONDS = 600.0  # older records are dropped, except the newest KEYFRAME_EVERY records
 KEYFRAME_EVERY = 40_000  # records between two keyframes
 KEYFRAME_SECONDS = 4.0  # minimum time between two keyframes: copying a large state takes tens of milliseconds
-PLAIN_SECONDS = 10.0  # newer records are not compressed
-SEGMENT = 1_024  # records compressed together, which takes about a millisecond
 STRIDE = 4_000  # records between two copies made while travelling: the next move can start from a nearby copy
 LEAD = 400  # one more copy is made when at most this many records remain to the destination
 
-Chunk = tuple[int, int, bytes]  # first and last sequence number, the records
-Plain = tuple[int, int, bytes, float]  # the same, and the engine time of the last record
+Packet = tuple[int, int, bytes]  # first and last sequence number, the records
 
 
 class PastStates:
@@ -36,14 +31,12 @@ class PastStates:
     def __init__(self, kept: int = RECORDS_KEPT, every: int = KEYFRAME_EVERY) -> None:
         self.kept = kept
         self.every = every
-        self._segments: deque[Chunk] = deque()  # compressed, several packets each
-        self._packets: deque[Plain] = deque()  # the newest packets, not compressed yet
+        self._packets: deque[Packet] = deque()
         self._keyframes: deque[AnnotatedState] = deque()
         self._stops: list[AnnotatedState] = []  # copies made while travelling, oldest first
 
     def begin(self, annotated: AnnotatedState) -> None:
         """Clear the history; it starts with this state."""
-        self._segments.clear()
         self._packets.clear()
         self._keyframes = deque([annotated.copy()])
         self._stops.clear()
@@ -51,9 +44,7 @@ class PastStates:
     def keep(self, records: list[Record], annotated: AnnotatedState, packed: bytes | None = None) -> None:
         """Store records already folded into `annotated`. `packed`: these records as marshal bytes, if known."""
         first, last = seq_of(records[0]), seq_of(records[-1])
-        self._packets.append((first, last, packed or marshal.dumps(records), time_of(records[-1])))
-        if last - self._packets[0][0] >= SEGMENT:
-            self._compress(time_of(records[-1]) - PLAIN_SECONDS)
+        self._packets.append((first, last, packed or marshal.dumps(records)))
         newest = self._keyframes[-1].state
         if annotated.state.seq - newest.seq >= self.every and annotated.state.t - newest.t >= KEYFRAME_SECONDS:
             self._keyframes.append(annotated.copy())
@@ -64,34 +55,18 @@ class PastStates:
                 break  # the records before the second keyframe are still kept
             self._keyframes.popleft()
             seq = self._keyframes[0].state.seq
-            while self._segments and self._segments[0][1] <= seq:
-                self._segments.popleft()
             while self._packets and self._packets[0][1] <= seq:
                 self._packets.popleft()
 
-    def _compress(self, before: float) -> None:
-        """Compress one segment of packets whose records are all older than the engine time `before`, if there are
-        enough of them."""
-        size = chosen = 0
-        for first, last, _, t in self._packets:
-            if t >= before or size >= SEGMENT:
-                break
-            size, chosen = size + last - first + 1, chosen + 1
-        if size >= SEGMENT:
-            packets = [self._packets.popleft() for _ in range(chosen)]
-            data = zlib.compress(marshal.dumps([packet[2] for packet in packets]), 1)
-            self._segments.append((packets[0][0], packets[-1][1], data))
-
     def __len__(self) -> int:
         """Number of records kept."""
-        kept = [(first, last) for first, last, _ in self._segments]
-        kept += [(first, last) for first, last, _, _ in self._packets]
-        return sum(last - first + 1 for first, last in kept)
+        return sum(last - first + 1 for first, last, _ in self._packets)
 
     def _after(self, seq: int) -> Iterator[tuple[int, list[Record]]]:
-        """Returns (first, records) of the packets that may contain records after `seq`. `first`: the number of the
-        first record of the packet or, if it is compressed, of its segment. Any thread may iterate."""
-        return _unpacked(list(self._segments), list(self._packets), seq)
+        """Returns (number of the first record, records) of the packets that may contain records after `seq`. Any thread
+        may iterate."""
+        packets = list(self._packets)
+        return ((first, marshal.loads(data)) for first, last, data in packets if last > seq)
 
     def recorded(self) -> tuple[AnnotatedState, Iterator[Record]]:
         """Returns the earliest state that is kept, and all records after it. Raises ValueError if none is kept."""
@@ -127,13 +102,3 @@ class PastStates:
                 self._stops.append(annotated.copy())
         del self._stops[:-16]
         return annotated
-
-
-def _unpacked(segments: list[Chunk], packets: list[Plain], seq: int) -> Iterator[tuple[int, list[Record]]]:
-    for first, last, data in segments:
-        if last > seq:
-            for packet in marshal.loads(zlib.decompress(data)):
-                yield first, marshal.loads(packet)
-    for first, last, data, _ in packets:
-        if last > seq:
-            yield first, marshal.loads(data)
