@@ -77,8 +77,7 @@ async def write_handout(
             stage.home = lesson.options
             if number:
                 await stage.other_engine(**lesson.options)
-            assert stage.chats.codec is not None
-            stage.view.texts.ids_to_text = stage.chats.codec.decode
+            stage.view.texts.ids_to_text = stage.codec.decode
             await _add_lesson(handout, lesson, stage)
     if path.suffix.lower() == ".pdf":
         write_pdf(to_html(handout.parts), path)

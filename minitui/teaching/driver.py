@@ -65,6 +65,12 @@ class Driver:
         assert row is not None
         return row
 
+    def rows(self) -> list[StepRow]:
+        """Returns the steps since `begin_count`."""
+        self.state()
+        steps = self.view.history.steps
+        return [row for step in range(self._began[0] + 1, steps.last + 1) if (row := steps.get(step)) is not None]
+
     def timings(self) -> Timings:
         """Returns the figures of the timings panel, up to the last step of a paused engine."""
         self.state()
@@ -82,8 +88,7 @@ class Driver:
 
     def figures(self) -> Figures:
         """Returns the figures of the steps since `begin_count`."""
-        self.state()
-        return Figures.since(self.view, *self._began)
+        return Figures.of(self.rows(), self.events("hit"))
 
     # ---- pauses and waits
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import median
 
-from minitui.viewmodel.view import View
+from minitui.viewmodel.history.events import Event
+from minitui.viewmodel.history.steps import StepRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,8 @@ class Figures:
         return self.cached / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @classmethod
-    def since(cls, view: View, step: int, seq: int) -> Figures:
-        """Returns the figures of the steps after `step` and of the records after number `seq`."""
-        rows = [view.history.steps.get(number) for number in range(step + 1, view.history.steps.last + 1)]
-        steps = [row for row in rows if row is not None]
+    def of(cls, steps: list[StepRow], hits: list[Event]) -> Figures:
+        """Returns the figures of these steps and cache hits."""
         times: dict[int, list[float]] = {}
         for row in steps:
             if row.took_ms is not None and not row.chunks:
@@ -42,7 +41,7 @@ class Figures:
         return cls(
             steps=len(steps),
             computed=sum(row.prefill_tokens for row in steps),
-            cached=sum(event.record.tokens for event in view.history.events.since(seq + 1) if event.kind == "hit"),
+            cached=sum(hit.record.tokens for hit in hits),
             drafted=sum(row.drafted for row in steps),
             accepted=sum(row.accepted for row in steps),
             prefill_ms=sum(row.took_ms or 0.0 for row in steps if row.chunks),

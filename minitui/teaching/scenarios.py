@@ -43,12 +43,10 @@ VOICES = (  # system prompts: their first words differ, and each fills at least 
 
 def paste_of(stage: Stage, system: str, blocks: int) -> str:
     """Returns a long prompt that, with its system prompt, fills just over `blocks` blocks."""
-    assert stage.chats.codec is not None
     size = stage.source.info.block_size
     for lines in range(1, 1000):
         text = paste(lines)
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
-        if len(stage.chats.codec.apply_chat_template(messages)) > blocks * size:
+        if len(stage.prompt(text, system)) > blocks * size:
             return text
     raise EngineError(f"no prompt fills {blocks} blocks of {size}")
 

@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from math import ceil, isfinite
+from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
 from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.text.output import Delta
+from engine.text.tokenizer import Tokenizer
 from engine.trace.views import RequestView
 from minitui.chat.conversation import Sampling, Session
 from minitui.chat.prompt import Codec
@@ -109,6 +111,22 @@ class Stage(Driver):
         return "\n".join(lines)
 
     # ---- chats
+
+    @property
+    def codec(self) -> Codec:
+        """The tokenizer of the chats, which `plain_stage` or the application has loaded."""
+        assert self.chats.codec is not None
+        return self.chats.codec
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model's own files."""
+        return Tokenizer(Path(self.source.info.model_dir))
+
+    def prompt(self, question: str, system: str = "") -> list[int]:
+        """Returns the token ids of the prompt for a question."""
+        messages = [{"role": "system", "content": system}] if system else []
+        return self.codec.apply_chat_template([*messages, {"role": "user", "content": question}])
 
     def request(self, session: Session) -> RequestView:
         """Returns the request of `session`. Raises EngineError if the request has ended."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 from engine.errors import EngineError
 from engine.params import SamplingParams
@@ -28,10 +27,6 @@ TYPE = TypeIn("Your text", TEXT, LONGEST)
 ASK = TypeIn("Your question", QUESTION, LONGEST)
 
 
-def _tokenizer(stage: Stage) -> Tokenizer:
-    return Tokenizer(Path(stage.source.info.model_dir))
-
-
 def _pieces(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, ...]:
     return tuple(shown_piece(tokenizer.token_bytes(token)) for token in ids)
 
@@ -43,7 +38,7 @@ def _percent(share: float) -> str:
 async def cut_up(stage: Stage) -> Seen:
     """Cuts the typed text into tokens, one merge rule after the other."""
     text = stage.typed or TEXT
-    tokenizer = _tokenizer(stage)
+    tokenizer = stage.tokenizer
     begin, done = merges(tokenizer, text)
     pieces = tuple(map(shown_piece, begin))
     stage.view.put(Pieces("Text", pieces, f"{count(len(pieces), 'byte')}, one by one"))
@@ -76,10 +71,7 @@ async def cut_up(stage: Stage) -> Seen:
 
 async def score(stage: Stage) -> Seen:
     """Runs one forward pass over the typed question, and lists the tokens with the best scores."""
-    assert stage.chats.codec is not None
-    question = stage.typed or QUESTION
-    ids = stage.chats.codec.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
-    tokenizer = _tokenizer(stage)
+    ids, tokenizer = stage.prompt(stage.typed or QUESTION), stage.tokenizer
     stage.view.put(
         Pieces("Prompt", _pieces(tokenizer, ids), f"{count(len(ids), 'prompt token')}", tuple(ids), prompt=len(ids))
     )
@@ -97,7 +89,7 @@ async def score(stage: Stage) -> Seen:
 
 def show_tokens(stage: Stage, session: Session, prompt: int) -> None:
     """Shows the prompt and the reply so far, token by token."""
-    pieces = _pieces(_tokenizer(stage), session.ids)
+    pieces = _pieces(stage.tokenizer, session.ids)
     line = f"{count(prompt, 'prompt token')}, {count(len(pieces) - prompt, 'reply token')}"
     if len(pieces) > prompt:
         line += f"; the last one is “{pieces[-1]}”"
@@ -120,9 +112,7 @@ async def again(stage: Stage) -> Seen:
     """Writes a reply token by token, and counts what each step computed. The answer: more than each token once (0),
     each token once (1), or all but the last (2)."""
     session, prompt = await grow(stage, REPLY, 1.0)
-    steps = stage.view.history.steps
-    rows = [steps.get(step) for step in range(steps.last - stage.figures().steps + 1, steps.last + 1)]
-    computed = [row.tokens for row in rows if row is not None]
+    computed = [row.tokens for row in stage.rows()]
     if len(computed) < 2:
         raise EngineError("the reply ended after one token: type another question")
     reply, together = len(session.ids) - prompt, sum(computed)

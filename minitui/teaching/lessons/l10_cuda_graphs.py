@@ -222,8 +222,7 @@ def _padding(stage: Stage) -> str:
 
 
 def _prefills(stage: Stage) -> int:
-    steps = stage.view.history.steps
-    return sum(bool(steps.chunks(s)) for s in range(steps.last - stage.figures().steps + 1, steps.last + 1))
+    return sum(bool(row.chunks) for row in stage.rows())
 
 
 def _host(stage: Stage) -> str:

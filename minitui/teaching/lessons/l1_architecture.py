@@ -17,9 +17,7 @@ async def two_questions(stage: Stage) -> Seen:
     await stage.write("What is decode?", REPLY, 0, system="")
     while stage.state().requests:
         await stage.step(1, seconds=0.8)
-    seen = stage.figures()
-    steps = stage.view.history.steps
-    rows = [row for step in range(steps.last - seen.steps + 1, steps.last + 1) if (row := steps.get(step)) is not None]
+    rows = stage.rows()
     _, second = (row for row in rows if row.chunks)
     answers = {2 * REPLY: 0, HEAD_START + REPLY: 1, REPLY: 2}
     stage.view.select("step", second.step)
@@ -33,7 +31,7 @@ async def two_questions(stage: Stage) -> Seen:
         "One forward pass can do both, prefill and decode. The step bar shows step "
         f"{second.step} again: {count(second.decodes, 'token')} of the first request, and all "
         f"{prompt} prompt tokens of the second request, r{other}.",
-        answers.get(seen.steps),
+        answers.get(len(rows)),
     )
 
 

@@ -73,10 +73,8 @@ async def weigh(stage: Stage) -> Seen:
 
 async def single(stage: Stage) -> Seen:
     """Computes single tokens here, beside the recorded device."""
-    assert stage.chats.codec is not None
     stage.begin_count()
-    ids = stage.chats.codec.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True)
-    await stage.complete(ids, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
+    await stage.complete(stage.prompt(QUESTION), SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
     numbers = sum(parameters_by_part(tensors(stage.source.info.model_dir)).values())
     info = stage.source.info  # "bf16": the matrices have 2 bytes a number; norms are small
     read = numbers * BYTES["bfloat16" if info.quantization == "bf16" else info.dtype]

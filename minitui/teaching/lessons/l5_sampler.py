@@ -6,12 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
 from engine.params import MAX_LOGPROBS, PARAMETERS, RECOMMENDED, SamplingParams
-from engine.text.tokenizer import Tokenizer
 from minitui.teaching.lessons.page import Seen, TypeIn
 from minitui.teaching.lessons.written import read_lesson
 from minitui.teaching.stage import Stage
@@ -118,9 +116,8 @@ async def _prompt(stage: Stage) -> tuple[str, list[int], dict[int, float]]:
     """Returns the first prompt of PROMPTS after which several tokens are likely and MIN_P would cut some of those that
     are shown (else the last prompt), its ids, and the probabilities of the likeliest tokens after it, without
     settings."""
-    assert stage.chats.codec is not None
     for words in PROMPTS:
-        ids = stage.chats.codec.apply_chat_template([{"role": "user", "content": words}], add_generation_prompt=True)
+        ids = stage.prompt(words)
         before = (await likeliest(stage, ids))[0]
         shares = list(before.values())
         if shares[0] <= LARGEST and shares[COLUMNS - 1] >= VISIBLE and shares[SHOWN - 1] < MIN_P * shares[0]:
@@ -150,8 +147,7 @@ async def _draw(stage: Stage, ids: list[int], before: dict[int, float], **settin
 
 def text_of(stage: Stage, token: int) -> str:
     """Returns the text of a token."""
-    assert stage.chats.codec is not None
-    return stage.chats.codec.decode([token], skip_special_tokens=False)
+    return stage.codec.decode([token], skip_special_tokens=False)
 
 
 def _table(stage: Stage, head: str, columns: Sequence[int], draws: Sequence[Draw]) -> str:
@@ -208,11 +204,9 @@ Shares = dict[int, float]  # token -> probability
 async def compare_penalties(stage: Stage) -> Seen:
     """Draws the next word after the same reply without a penalty, and with each. The answer: does the probability of
     the word that has not occurred stay (0), grow with each penalty (1), or depend on the penalty (2)?"""
-    assert stage.chats.codec is not None
-    tokenizer = Tokenizer(Path(stage.source.info.model_dir))
+    tokenizer = stage.tokenizer
     names = {tokenizer.encode(word)[0]: word.strip() for word in WORDS}
-    ids = stage.chats.codec.apply_chat_template([{"role": "user", "content": PROMPT}], add_generation_prompt=True)
-    written, shares = await _same_reply(stage, ids, tuple(names))
+    written, shares = await _same_reply(stage, stage.prompt(PROMPT), tuple(names))
     often, once, never = sorted(names, key=lambda token: -written.count(token))
     times = {token: written.count(token) for token in names}
     so_far = f"so far: {', '.join(f'{names[token]} {_times(times[token])}' for token in (often, once, never))}"
@@ -270,11 +264,9 @@ CLOSING = {"top_k": KEPT}
 
 async def draw(stage: Stage, seed: int, given: Sequence[int] = ()) -> list[int]:
     """Asks QUESTION; returns the reply's tokens. `given`: its first tokens, which are then part of the prompt."""
-    assert stage.chats.codec is not None
-    messages = [{"role": "system", "content": stage.system}, {"role": "user", "content": QUESTION}]
-    ids = stage.chats.codec.apply_chat_template(messages, add_generation_prompt=True)
     params = SamplingParams(temperature=HOT, max_tokens=REPLY - len(given), ignore_eos=True, seed=seed)
-    return [token for delta in await stage.complete([*ids, *given], params) for token in delta.ids]
+    deltas = await stage.complete([*stage.prompt(QUESTION, stage.system), *given], params)
+    return [token for delta in deltas for token in delta.ids]
 
 
 async def same_seed(stage: Stage) -> Seen:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 from engine.params import SamplingParams
-from engine.text.tokenizer import Tokenizer
 from minitui.teaching.lessons.page import Seen
 from minitui.teaching.lessons.written import read_lesson
 from minitui.teaching.merges import shown_piece
@@ -24,7 +22,7 @@ SILENT = (0, 3, 6, 9)  # choices of the question: tokens that emit nothing
 
 async def byte_by_byte(stage: Stage) -> Seen:
     """Decodes a text with unusual characters, token by token."""
-    tokenizer = Tokenizer(Path(stage.source.info.model_dir))
+    tokenizer = stage.tokenizer
     ids = tokenizer.encode(TEXT)
     stream = tokenizer.detokenizer()
     lines, silent = [], 0
@@ -48,9 +46,7 @@ STOPS = ("the zebra", "the cache")  # the first begins with a word of the reply 
 async def held_back(stage: Stage) -> Seen:
     """Runs a reply with two stop strings: one begins with a word of the reply and does not occur, the other occurs. The
     answer: is the word's text sent at once (0), with the next token (1), or at the end (2)?"""
-    assert stage.chats.codec is not None
-    messages = [{"role": "system", "content": stage.system}, {"role": "user", "content": "What is paged attention?"}]
-    ids = stage.chats.codec.apply_chat_template(messages, add_generation_prompt=True)
+    ids = stage.prompt("What is paged attention?", stage.system)
 
     async def pieces(*stop: str) -> list[str]:
         deltas = await stage.complete(ids, SamplingParams(temperature=0.0, max_tokens=9, stop=stop))
@@ -76,7 +72,7 @@ async def held_back(stage: Stage) -> Seen:
 
 async def close(stage: Stage) -> None:
     """Shows the tokens of TEXT."""
-    tokenizer = Tokenizer(Path(stage.source.info.model_dir))
+    tokenizer = stage.tokenizer
     ids = tokenizer.encode(TEXT)
     pieces = tuple(shown_piece(tokenizer.token_bytes(token)) for token in ids)
     stage.view.put(Pieces(f"Tokens of {TEXT}", pieces, "each token, with its id under it", tuple(ids)))

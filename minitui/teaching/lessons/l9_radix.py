@@ -107,10 +107,7 @@ async def walk(stage: Stage) -> Seen:
     await stage.pause(3)
     second = stage.chat(max_tokens=12, whole=True)
     question = paste(1) + " Is this right?"
-    messages = [{"role": "system", "content": stage.system}, {"role": "user", "content": question}]
-    assert stage.chats.codec is not None
-    ids = tuple(stage.chats.codec.apply_chat_template(messages, add_generation_prompt=True))
-    size = stage.source.info.block_size
+    ids, size = tuple(stage.prompt(question, stage.system)), stage.source.info.block_size
     id = await stage.ask(second, question)
     equal = await _compare(stage, drawing, ids, size)
     await stage.step(1)

@@ -65,7 +65,6 @@ async def print_with_own_engine(
     async with plain_stage(
         source, sampling, load, system=system, say=lambda text: None, beat=0.0, restart=restart, home=lesson.options
     ) as stage:
-        assert stage.chats.codec is not None
-        stage.view.texts.ids_to_text = stage.chats.codec.decode
+        stage.view.texts.ids_to_text = stage.codec.decode
         await print_lesson(lesson, stage, out)
     return 0
