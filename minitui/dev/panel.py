@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual.app import App, ComposeResult
 from textual.binding import Binding
@@ -83,6 +83,11 @@ class Alone(App[None]):
         self.view.fold(self.stress.drain(), self.stress.now)
         self.view.frame(self.stress.now)
         self.panel.paint(self.view)
+
+    async def run_action(self, action: Any, *namespaces: Any, **options: Any) -> bool:
+        ran = await super().run_action(action, *namespaces, **options)
+        self.panel.repaint()
+        return ran
 
     def action_pause(self) -> None:
         self.stress.gate(not self.stress.closed)

@@ -51,6 +51,7 @@ from minitui.tui.terminal.textual_insides import (
     write_to_page,
 )
 from minitui.tui.theme import THEMES
+from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.chat.prompt import Prompt
 from minitui.tui.widgets.chat.transcript import Transcript
 from minitui.tutor import FIRST_QUESTIONS
@@ -159,6 +160,13 @@ class AppBase(Notices):
             return super().check_action(action, parameters)
         free = len(self.screen_stack) == 1 and not isinstance(self.focused, TextArea)
         return free and getattr(self._asks(), "open_choices", 0) > int(str(parameters[0]))
+
+    async def run_action(self, action: Any, *namespaces: Any, **options: Any) -> bool:
+        """Run an action, and paint the panel with the focus again: its own actions change what it shows."""
+        ran = await super().run_action(action, *namespaces, **options)
+        if self.screen_stack and isinstance(panel := self.focused, LinePanel):
+            panel.repaint()
+        return ran
 
     def _asks(self) -> Any:
         """Returns the demo that asks for a prediction, else the screen below all dialogs."""

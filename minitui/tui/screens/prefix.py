@@ -90,7 +90,6 @@ class PrefixPanel(LinePanel):
 
     def action_move(self, lines: int) -> None:
         self.at = max(0, min(len(self.found) - 1, self.at + lines)) if isinstance(self.found, list) else 0
-        self.repaint()
 
 
 class PrefixScreen(PanelDialog):

@@ -75,7 +75,6 @@ class TokenPanel(LinePanel):
 
     def action_move(self, tokens: int) -> None:
         self.at = max(1, min(len(self._ids) - 1, self.at + tokens))
-        self.repaint()
         screen = self.screen
         assert isinstance(screen, TokensScreen)
         screen.look()

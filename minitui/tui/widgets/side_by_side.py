@@ -252,7 +252,6 @@ class SideBySide(AxisPanel):
             most = max(len(run.lanes) for run in self.comparison.runs)
             at = (0 if by > 0 else most - 1) if self.chosen is None else self.chosen + by
             self.chosen = at if 0 <= at < most else None
-            self.repaint()
 
     def action_clock(self) -> None:
         self.unit = "steps" if self.unit == "ms" else "ms"

@@ -319,13 +319,12 @@ def test_the_chart_has_its_highest_bar_under_the_mark_and_shows_every_token() ->
     assert checked > 5
 
 
-def test_keys_of_the_timeline_choose_tokens_in_order_and_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_the_timeline_choose_tokens_in_order_and_by_length() -> None:
     _, view = stress_view(TIGHT, 6.0, 60)
     lane = next(lane for lane in view.history.lanes.lanes.values() if lane.preemptions and lane.output_tokens > 40)
     view.select("request", lane.id)
     timeline = RequestTimeline()
-    monkeypatch.setattr(timeline, "repaint", lambda: timeline.picture(view, 200, 24))
-    timeline.repaint()
+    timeline.picture(view, 200, 24)
     gaps = np.diff(view.history.tokens.arrivals(lane, view.moment.horizon).at)
     order = np.argsort(-gaps, kind="stable").tolist()
     seen = [timeline._chosen()]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from math import ceil
 
 import pytest
-from textual.app import App, ComposeResult
 
+from minitui.dev.panel import Alone
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.tui.glyphs import glyphs, use_ascii
-from minitui.tui.theme import THEMES
 from minitui.tui.widgets.lesson.runs import RunsInSteps
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.side_by_side import SideBySide
@@ -26,22 +25,6 @@ def batching(monkeypatch: pytest.MonkeyPatch) -> View:
     view = viewed(played(monkeypatch), "continuous")
     view.earlier = viewed(played(monkeypatch, policy="static"), "static")
     return view
-
-
-class Alone(App[None]):
-    def __init__(self, view: View) -> None:
-        super().__init__()
-        for theme in THEMES:
-            self.register_theme(theme)
-        self.theme = THEMES[0].name
-        self.view = view
-
-    def compose(self) -> ComposeResult:
-        yield SideBySide()
-
-    def on_mount(self) -> None:
-        self.query_one(SideBySide).focus()
-        self.query_one(SideBySide).paint(self.view)
 
 
 def drawn(panel: SideBySide, view: View, width: int = 100, height: int = 24) -> list[str]:
@@ -77,9 +60,10 @@ def test_a_column_is_the_same_time_in_both_runs(batching: View) -> None:
 
 
 async def test_one_cursor_tells_what_both_runs_do(batching: View) -> None:
-    app = Alone(batching)
+    app = Alone(SideBySide, warm_up=0.0, fps=0)
     async with app.run_test(size=(110, 24)) as pilot:
         panel = app.query_one(SideBySide)
+        panel.paint(batching)
         await pilot.press("k", "right")
         panel.cursor = 3.5
         panel.repaint()

@@ -436,7 +436,6 @@ def test_zoom_shows_one_block_a_cell_around_the_cursor_and_has_pages():
     body(widget, view, 30, 6)
     widget.view = view
     view.select("block", 300)
-    widget.repaint = lambda: None
     widget.action_open()
     body(widget, view, 30, 6)
     assert widget.grid.k == 1 and widget.grid.first <= 300 < widget.grid.first + widget.grid.blocks

@@ -306,7 +306,6 @@ class BlockMap(LinePanel):
         if self.zoomed_at is not None and not g.first <= block < g.first + g.blocks:
             self.zoomed_at = max(1, self.zoomed_at + (dx or dy * g.per_row))
         view.select("block", block)
-        self.repaint()
 
     def action_open(self) -> None:
         block = selected(self.view, "block")
@@ -315,7 +314,6 @@ class BlockMap(LinePanel):
             room = self.grid.per_row * self.grid.height * self.grid.halves
             self.zoomed_at = max(1, start - room // 2)
             self.view.select("block", start)
-            self.repaint()
         elif block is not None:
             self.post_message(Opened("block", block))
 
@@ -334,7 +332,6 @@ class BlockMap(LinePanel):
 
     def action_page(self, by: int) -> None:
         self.zoomed_at = 1 if self.zoomed_at is None else max(1, self.grid.first + by * self.grid.blocks)
-        self.repaint()
 
     def action_unzoom(self) -> None:
         self.zoomed_at = None

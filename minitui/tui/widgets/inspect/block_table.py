@@ -207,12 +207,10 @@ class BlockTable(LinePanel):
         request = self.view.moment.shown.state.requests.get(id) if id is not None else None
         if request is not None and request.table:
             self.view.select("block", neighbour(request.table, selected(self.view, "block"), by, -1))
-            self.repaint()
 
     def action_turn(self, by: int) -> None:
         if ids := sorted(self.view.moment.shown.state.requests):
             self.view.select("request", neighbour(ids, self.view.subject(), by, -1))
-            self.repaint()
 
     def action_open(self) -> None:
         if (block := selected(self.view, "block")) is not None:

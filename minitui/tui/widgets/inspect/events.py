@@ -264,17 +264,14 @@ class Events(SearchPanel):
         if shown:
             self._choose(view, shown[max(0, min(len(shown) - 1, at))])
             self.shown = shown
-        self.repaint()
 
     def action_latest(self) -> None:
         self.skip, self.chosen = 0, None
-        self.repaint()
 
     def action_filter(self) -> None:
         filters = len(FILTERS) - (not self.view.history.live.state.groups)  # the last is about side groups
         self.filter = (self.filter + 1) % filters
         self.skip, self.shown = 0, ()
-        self.repaint()
 
     def searched(self) -> None:
         self.skip, self.shown = 0, ()

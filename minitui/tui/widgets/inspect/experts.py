@@ -113,4 +113,3 @@ class ExpertMap(LinePanel):
 
     def action_layer(self, by: int) -> None:
         self.chosen = max(0, min(self._last, self.chosen + by))
-        self.repaint()

@@ -310,13 +310,11 @@ class BatchLanes(LinePanel):
         if rows := [slot for slot in self.rows.slots if slot]:
             chosen = next((slot for slot in rows if selected(self.view, "request") in slot), None)
             self.view.select("request", neighbour(rows, chosen, by, -1 if by < 0 else 0)[-1])
-            self.repaint()
 
     def action_step(self, by: int) -> None:
         chosen = selected(self.view, "step")
         step = self.view.moment.horizon if chosen is None else chosen + by * self.k
         self._select_step(self.view, step)
-        self.repaint()
 
     def _select_step(self, view: View, step: int) -> None:
         step = max(max(view.history.steps.first, 0), min(view.moment.horizon, step))
@@ -327,17 +325,14 @@ class BatchLanes(LinePanel):
         self.back = max(0, self.back - by * max(1, self.columns // 2))
         kept = (self.view.moment.horizon - max(self.view.history.steps.first, 0)) // self.k
         self.back = min(self.back, max(0, kept - self.columns // 2))
-        self.repaint()
 
     def action_zoom(self, by: int) -> None:
         at = STEPS_PER_COLUMN.index(self.k) if self.k in STEPS_PER_COLUMN else 0
         self.fixed_k = STEPS_PER_COLUMN[max(0, min(len(STEPS_PER_COLUMN) - 1, at + by))]
-        self.repaint()
 
     def action_latest(self) -> None:
         self.back_to_now()
         self.back, self.fixed_k = 0, None
-        self.repaint()
 
     def action_open(self) -> None:
         self.open_selected()

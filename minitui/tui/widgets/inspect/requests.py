@@ -279,22 +279,18 @@ class RequestTable(LinePanel):
 
     def action_sort(self, by: int) -> None:
         self._sort_by((self.sorted_by + by) % len(COLUMNS))
-        self.repaint()
 
     def action_reverse(self) -> None:
         self._sort_by(self.sorted_by)
-        self.repaint()
 
     def action_choose(self, by: int) -> None:
         if self.rows:
             ids = [row.id for row in self.rows]
             self.view.select("request", neighbour(ids, selected(self.view, "request"), by, self.top))
-            self.repaint()
 
     def action_longest(self) -> None:
         if (worst := self._worst[0]) is not None:
             self.view.select("request", worst.id)
-            self.repaint()
 
     def action_open(self) -> None:
         """Open the timeline of the selected request; without a selection, of the one that the foot names."""

@@ -193,7 +193,6 @@ class RequestTimeline(LinePanel):
             k = self.per_column
             begin = max(0, min((len(self._gaps) - 1) // k, chosen // k + by)) * k
             self._choose(begin + int(self._gaps[begin : begin + k].argmax()))
-            self.repaint()
 
     def action_rank(self, by: int) -> None:
         """Choose the next longer or shorter gap."""
@@ -202,11 +201,9 @@ class RequestTimeline(LinePanel):
             order = np.argsort(-self._gaps, kind="stable")
             at = int(np.flatnonzero(order == chosen)[0])
             self._choose(int(order[max(0, min(len(order) - 1, at + by))]))
-            self.repaint()
 
     def action_longest(self) -> None:
         self.token = None
-        self.repaint()
 
     def action_jump(self) -> None:
         chosen = self._chosen()

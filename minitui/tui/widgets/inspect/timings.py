@@ -275,11 +275,9 @@ class StepTimings(LinePanel):
     def action_choose(self, by: int) -> None:
         if self.times is not None:
             self.chosen = neighbour([row.step for row in self.slowest], self.chosen, by)
-            self.repaint()
 
     def action_span(self, by: int) -> None:
         self.span = max(0, min(len(SPANS) - 1, self.span + by))
-        self.repaint()
 
     def action_open(self) -> None:
         """Open the details of the slowest step; in the large form, go back in time to the chosen step."""

@@ -329,27 +329,22 @@ class RadixTree(SearchPanel):
     def action_move(self, by: int) -> None:
         if self.nodes:
             self.view.select("node", neighbour(self.nodes, selected(self.view, "node"), by))
-            self.repaint()
 
     def action_parent(self) -> None:
         node = self.view.moment.shown.state.nodes.get(selected(self.view, "node"))
         if node is not None and node.parent > 0:
             self.view.select("node", node.parent)
-            self.repaint()
 
     def action_fold(self) -> None:
         chosen = selected(self.view, "node")
         if chosen is not None:
             self.view.moment.tree.folded.symmetric_difference_update({chosen})
-            self.repaint()
 
     def action_everything(self) -> None:
         self.everything = not self.everything
-        self.repaint()
 
     def action_bars(self) -> None:
         self.bars = not self.bars
-        self.repaint()
 
     def action_open(self) -> None:
         chosen = selected(self.view, "node")

@@ -133,17 +133,14 @@ class TrendCharts(LinePanel):
     def action_move(self, by: int) -> None:
         at = 0 if self.back is None else self.back - by
         self.back = max(0, min(self._columns - 1, at))
-        self.repaint()
 
     def action_span(self, by: int) -> None:
         self._chosen = True
         self.span = SPANS[max(0, min(len(SPANS) - 1, SPANS.index(self.span) + by))]
         self.back = None
-        self.repaint()
 
     def action_latest(self) -> None:
         self.back = None
-        self.repaint()
 
     def action_jump(self) -> None:
         """Go back in time to the last step of the column under the cursor."""

@@ -234,7 +234,6 @@ class Waterfall(AxisPanel):
         if later if by > 0 else before:
             span = later[0] if by > 0 else before[-1]
             self._set_cursor(span.begin, span.step)
-        self.repaint()
 
     def action_step(self, by: int) -> None:
         """Move the cursor to the arrival of the step before or after."""
@@ -245,7 +244,6 @@ class Waterfall(AxisPanel):
             row = self.view.history.steps.get(row.step + by)
         if row is not None and row.step <= line.last:
             self._set_cursor(line.arrived(row.step), row.step)
-        self.repaint()
 
     def action_latest(self) -> None:
         """Follow the newest step at the automatic scale; in the past, also return to now."""
@@ -253,13 +251,11 @@ class Waterfall(AxisPanel):
         self.right = self.cursor = self.step = self.chosen_ms = None
         if selected(self.view, "step") is not None:
             self.view.select(None)
-        self.repaint()
 
     def action_choose(self, by: int) -> None:
         if self.lanes:
             ids, first = [lane.id for lane in self._alive], self.lanes[-1 if by < 0 else 0].id
             self.view.select("request", neighbour(ids, selected(self.view, "request"), by, ids.index(first)))
-        self.repaint()
 
     def action_details(self) -> None:
         step = Timeline(self.view.history.steps, self.view.moment.horizon).last if self.step is None else self.step

@@ -51,4 +51,3 @@ class WireLines(LinePanel):
     def action_scroll(self, lines: int) -> None:
         """Scroll by lines; up is positive."""
         self.back += lines
-        self.repaint()

@@ -153,7 +153,6 @@ class Replicas(LinePanel):
 
     def action_move(self, by: int) -> None:
         self.at = max(0, min(len(self._source.replicas) - 1, self.at + by))
-        self.repaint()
 
     def action_show(self) -> None:
         self.post_message(self.Chosen(self.chosen))
