@@ -36,8 +36,7 @@ def stress_view(load: Load = CLASSROOM, seconds: float = 0.0, frames: int = 1) -
     view.reset(State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot())
     for _ in range(frames):
         stress.run(seconds / frames)
-        view.fold(stress.drain(), stress.now)
-        view.frame(stress.now)
+        stress.show(view)
     return stress, view
 
 
@@ -80,8 +79,7 @@ class Alone(App[None]):
         self.show()
 
     def show(self) -> None:
-        self.view.fold(self.stress.drain(), self.stress.now)
-        self.view.frame(self.stress.now)
+        self.stress.show(self.view)
         self.panel.paint(self.view)
 
     async def run_action(self, action: Any, *namespaces: Any, **options: Any) -> bool:

@@ -20,6 +20,7 @@ from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.step import Scheduled, StepResult
 from engine.params import SamplingParams
 from engine.trace.records import Record, RecordLog
+from minitui.viewmodel.view import View
 
 START, END, NEWLINE, SYSTEM, USER, ASSISTANT = range(6)
 SPECIALS = ["<|im_start|>", "<|im_end|>", "\n", "system", "user", "assistant"]
@@ -161,6 +162,11 @@ class Stress:
 
     def drain(self) -> list[Record]:
         return self.log.drain()
+
+    def show(self, view: View) -> None:
+        """Folds the records since the last call into a view, and begins its next picture."""
+        view.fold(self.drain(), self.now)
+        view.frame(self.now)
 
     def gate(self, closed: bool, reason: str = "you") -> None:
         """Closes or opens the gate between two steps."""

@@ -60,8 +60,7 @@ def long_run(view: View, stress: Stress, steps: int) -> int:
     last = stress.steps_run + steps
     while stress.steps_run < last:
         stress.run_steps(25)
-        view.fold(stress.drain(), stress.now)
-        view.frame(stress.now)
+        stress.show(view)
         view.moment.tree.refresh(view.moment.shown, stress.now, force=True)
     return bytes_reached(view)
 

@@ -234,8 +234,7 @@ def test_the_view_at_step_k_is_the_state_at_step_k(load):
     assert view.travel(-1) and view.moment.horizon == at - 1
     assert view.travel(1) and view.moment.horizon == at
     stress.run_steps(3)
-    view.fold(stress.drain(), stress.now)
-    view.frame(stress.now)
+    stress.show(view)
     assert view.moment.horizon == at, "the picture of the past does not change while the engine runs"
     assert not view.travel_to(10**9), "there is nothing after the present"
     assert view.moment.shown is view.history.live and view.moment.travel_text == ""

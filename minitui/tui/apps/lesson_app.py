@@ -37,7 +37,9 @@ class LessonApp(MinituiApp):
         self.restart = restart
         self.stage: Stage | None = None  # set when the engine has started
         self._changing: Worker[None] | None = None  # opens another lesson
-        self.add_mode("lesson", lambda: LessonScreen(self.lesson, self.lesson_progress, lambda: self.stage))
+        self.add_mode(
+            "lesson", lambda: LessonScreen(self.lesson, self.lesson_progress, lambda: self.stage, self.open_lesson)
+        )
 
     async def _begin(self) -> None:
         self.stage = stage_of(self, say=lambda text: None, restart=self.restart, home=self.lesson.options)
@@ -85,9 +87,6 @@ class LessonApp(MinituiApp):
         searched = [f"{lesson.name} {lesson.question}" for lesson in LESSONS]
         names = [lesson.name for lesson in LESSONS]
         self.choose("Lessons", rows, then, searched, names.index(self.lesson.name) if self.lesson in LESSONS else 0)
-
-    def on_lesson_screen_wanted(self, message: LessonScreen.Wanted) -> None:
-        self.open_lesson(message.lesson, message.at_end)
 
     def open_lesson(self, lesson: Lesson, at_end: bool = False) -> None:
         """Restart the engine with this lesson's options, and show the lesson. `at_end`: its last page."""

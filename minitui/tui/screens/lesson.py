@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
 from textual import getters
@@ -11,7 +10,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.css.scalar import Scalar
-from textual.message import Message
 
 from engine.errors import EngineError
 from minitui.teaching.lesson_progress import LessonProgress
@@ -77,17 +75,14 @@ class LessonScreen(BaseScreen[None]):
     """
     text = getters.query_one("#text", LessonText)
 
-    @dataclass
-    class Wanted(Message):
-        """Asks the application to open another lesson. `at_end`: at its last page."""
-
-        lesson: Lesson
-        at_end: bool
-
-    def __init__(self, lesson: Lesson, progress: LessonProgress, engine: Callable[[], Stage | None]) -> None:
-        """`progress`: what the reader has read and predicted. `engine`: returns None until the engine has started."""
+    def __init__(
+        self, lesson: Lesson, progress: LessonProgress, engine: Callable[[], Stage | None],
+        open_lesson: Callable[[Lesson, bool], None],
+    ) -> None:
+        """`progress`: what the reader has read and predicted. `engine`: returns None until the engine has started.
+        `open_lesson`: opens another lesson, at its last page if the second argument is True."""
         super().__init__()
-        self._first, self._progress, self._engine = lesson, progress, engine
+        self._first, self._progress, self._engine, self._open_lesson = lesson, progress, engine, open_lesson
         self.stage: Stage | None = None
         self._nothing = View()  # before a page's experiment has run, its panels show no earlier experiment
         self._nothing.history.missing = NOTHING
@@ -237,7 +232,7 @@ class LessonScreen(BaseScreen[None]):
             if stopped:
                 self.app.say(f"the experiment of “{stopped}” was stopped: it has no result")
         elif reading.ready and (other := neighbour(reading.lesson, 1 if pages > 0 else -1)) is not None:
-            self.post_message(self.Wanted(other, at_end=pages < 0))
+            self._open_lesson(other, pages < 0)
 
     def action_read_on(self, pages: int) -> None:
         """Show the lines below if `pages` is positive, or above; if there are none, turn the page."""

@@ -85,8 +85,7 @@ def test_lanes_without_a_change_have_a_line_only_if_all_requests_have_one() -> N
 
     def picture() -> list[Runs]:
         stress.run(0.02)
-        view.fold(stress.drain(), stress.now)
-        view.frame(stress.now)
+        stress.show(view)
         return panel.picture(view, 60, 8).rows
 
     def changing() -> set[int]:
@@ -243,16 +242,14 @@ def test_a_few_blocks_have_large_cells_and_panels_take_the_rows_that_their_conte
     panels = BatchLanes(), BlockTable()
     for _ in range(40):
         stress.run(0.02)
-        view.fold(stress.drain(), stress.now)
-        view.frame(stress.now)
+        stress.show(view)
         before = [panel.wanted for panel in panels]
         rows = [panel.picture(view, 80, 20).rows for panel in panels]
         assert panels[0].wanted in (0, before[0]) and panels[1].wanted >= before[1], "moving panels stay for a while"
     table = view.moment.shown.state.requests[view.subject()].table
     assert panels[1].wanted >= 6 and len(table) <= (panels[1].wanted - 3) // 3 * 13
     stress.gate(True)
-    view.fold(stress.drain(), stress.now)
-    view.frame(stress.now)
+    stress.show(view)
     rows = panels[0].picture(view, 80, 20).rows
     assert 0 < sum(bool(plain(row).strip()) for row in rows) <= panels[0].wanted <= len(view.history.lanes.lanes) + 5
 

@@ -151,8 +151,7 @@ def test_the_picture_follows_the_newest_step_until_it_is_moved() -> None:
 
     def forward() -> None:
         stress.run(0.3)
-        view.fold(stress.drain(), stress.now)
-        view.frame(stress.now)
+        stress.show(view)
         drawn(panel, view)
 
     before = panel.scale.right

@@ -66,8 +66,7 @@ def tight_view(exact: bool = False) -> View:
     """A view that tests only select in. `exact`: the engine is paused."""
     stress, view = stress_view(TIGHT, 3.0, 30)
     stress.gate(exact)
-    view.fold(stress.drain(), stress.now)
-    view.frame(stress.now)
+    stress.show(view)
     return view
 
 
@@ -219,8 +218,7 @@ async def test_what_is_on_the_screen_is_what_a_fresh_panel_would_show(panel):
         changes = 0
         for frame in range(24):
             app.stress.run(0.1)
-            app.view.fold(app.stress.drain(), app.stress.now)
-            app.view.frame(app.stress.now)
+            app.stress.show(app.view)
             if frame == 12:
                 app.view.select("request", app.view.subject())
             changes += widget.paint(app.view)
@@ -348,8 +346,7 @@ def test_each_cell_of_the_map_is_the_state_of_its_block(load, size):
     seen = set()
     for _ in range(40):
         stress.run(0.1)
-        view.fold(stress.drain(), stress.now)
-        view.frame(stress.now)
+        stress.show(view)
         rows = body(widget, view, *size)
         g = widget.grid
         assert g.k == 1 and g.blocks == load.blocks
@@ -526,8 +523,7 @@ def test_the_block_table_lists_the_requests_blocks_in_order():
         while not stress.scheduler.running:
             stress.run_steps(1)
         stress.run_steps(7)
-        view.fold(stress.drain(), stress.now)
-        view.frame(stress.now)
+        stress.show(view)
         if not stress.scheduler.running:
             continue
         request = max(stress.scheduler.running, key=lambda r: r.id)
@@ -566,8 +562,7 @@ def test_lanes_show_the_codes_of_their_requests_under_stable_rows(monkeypatch):
     seen, named = set(), set()
     for _ in range(60):
         stress.run(0.05)
-        view.fold(stress.drain(), stress.now)
-        view.frame(stress.now)
+        stress.show(view)
         rows = body(widget, view, 80, 16)
         k = widget.k
         for i, slot in enumerate(widget.rows.slots):
@@ -727,8 +722,7 @@ def test_the_step_bar_at_the_gate_is_exactly_the_step():
     stress.gate(True)
     for _ in range(120):
         stress.run_steps(1)
-        view.fold(stress.drain(), stress.now)
-        view.frame(stress.now)
+        stress.show(view)
         row = view.history.steps.get(view.history.steps.last)
         text, bar = StepBar().picture(view, 120, 2).rows
         assert plain(text).startswith(f"step {row.step:,}  {row.tokens:,} of {TIGHT.budget:,} tokens")
@@ -750,8 +744,7 @@ def test_while_running_the_step_bar_is_the_mean_with_the_peak_marked():
     peaks = 0
     for _ in range(60):
         stress.run(0.05)
-        view.fold(stress.drain(), stress.now)
-        view.frame(stress.now)
+        stress.show(view)
         frame = view.last_frame
         if frame.count < 2:
             continue
@@ -954,8 +947,7 @@ def test_the_prompts_origin_is_its_match():
     checked = 0
     for _ in range(100):
         stress.run_steps(3)
-        view.fold(stress.drain(), stress.now)
-        view.frame(stress.now)
+        stress.show(view)
         running = [r for r in stress.scheduler.running if r.planned >= r.prompt_len]
         if running:
             request = max(running, key=lambda r: r.id)
