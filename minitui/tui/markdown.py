@@ -53,11 +53,11 @@ def render(text: str, width: int) -> list[Line]:
     return lines
 
 
-def plain(text: str, width: int, tone: str = "text") -> list[Line]:
+def plain(text: str, width: int) -> list[Line]:
     """Returns the lines of a text that is not Markdown, wrapped to `width` cells."""
     lines: list[Line] = []
     for row in visible(text).expandtabs(4).split("\n"):
-        lines += wrap([(row, tone)], max(width, 8))
+        lines += wrap([(row, "text")], max(width, 8))
     return lines
 
 

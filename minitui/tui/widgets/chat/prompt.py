@@ -83,8 +83,8 @@ class Prompt(TextArea):
         completions: list[Completion]
         chosen: int
 
-    def __init__(self, *, id: str | None = None, placeholder: str = "") -> None:
-        super().__init__(id=id, placeholder=placeholder, soft_wrap=True, show_line_numbers=False, tab_behavior="focus")
+    def __init__(self, placeholder: str = "") -> None:
+        super().__init__(placeholder=placeholder, soft_wrap=True, show_line_numbers=False, tab_behavior="focus")
         self.complete: Callable[[str], list[Completion]] = lambda text: []
         self.asked: list[str] = []  # the history: the texts that were sent, oldest first
         self._recalled: int | None = None  # index in the history while the user recalls from it

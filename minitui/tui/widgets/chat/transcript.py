@@ -54,8 +54,8 @@ class Transcript(ScrollView, can_focus=True):
     Transcript:focus { border-left: outer $accent; padding: 1 1 0 0; }
     """
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
+    def __init__(self) -> None:
+        super().__init__()
         self.session: Session | None = None
         self.speaker = "model"
         self.paused = ""  # said where an answer waits: the engine is paused, and what lets it run
