@@ -6,10 +6,14 @@ the key of an action. An entry of this table names the action by its `id`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from importlib import import_module
 
-from textual import events
+from textual import events, keys
+from textual.binding import Binding
+from textual.dom import DOMNode
 
 from minitui.tui.panels import BY_KEY, PANELS
 from minitui.tui.terminal.textual_insides import ESC, AltEscape
@@ -169,6 +173,35 @@ def key_press(label: str) -> events.Key:
     """Returns the event of a key that `key_label`, or a hint such as "esc", names."""
     named = next((key for key, name in KEY_NAMES.items() if name == label), {"esc": "escape"}.get(label, label))
     return events.Key(named, label if len(label) == 1 else {"space": " "}.get(label))
+
+
+def wrong_keys(table: Mapping[str, str]) -> Iterator[str]:
+    """Yields a sentence for each id and for each key of the table [keys] that no binding and no terminal has."""
+    ids = _binding_ids(DOMNode)
+    if not table.keys() <= ids:
+        for name in ("cache_app", "class_app", "exercise_app", "replica_app"):  # one file is for all applications
+            import_module(f"minitui.tui.apps.{name}")
+        ids = _binding_ids(DOMNode)
+    names = {str(key.value) for key in keys.Keys} | {*keys.KEY_TO_UNICODE_NAME, *keys.REPLACED_KEYS}
+    for id, value in table.items():
+        if id not in ids:
+            yield f"settings.toml: keys.{id} is not the name of an action{_near(id, ids)}; the help (?) lists them"
+        for key in map(str.strip, value.split(",")):
+            *modifiers, name = [key] if len(key) == 1 else key.split("+")
+            letter = len(name) == 1 or (name.islower() and keys.key_to_character(name))
+            if not (letter or name in names) or not {*modifiers} <= {"ctrl", "alt", "shift", "super"}:
+                yield f"settings.toml: keys.{id} is {key!r}, which is not the name of a key{_near(key, names)}"
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    near = get_close_matches(name.lower(), names)
+    return f" (near: {', '.join(near)})" if near else ""
+
+
+def _binding_ids(of: type[DOMNode]) -> set[str]:
+    """Returns the ids of the bindings that a class and its loaded subclasses declare."""
+    ids = {one.id for one in vars(of).get("BINDINGS", ()) if isinstance(one, Binding) and one.id}
+    return ids.union(*map(_binding_ids, of.__subclasses__()))
 
 
 def alt_key(event: events.Key) -> list[events.Key]:

@@ -18,7 +18,7 @@ from minitui.chat.describe import replay_note
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
 from minitui.sources.base import Source
-from minitui.tui.actions import ACTIONS
+from minitui.tui.actions import ACTIONS, wrong_keys
 from minitui.tui.apps.app_base import AppBase
 from minitui.tui.apps.audience import Audience, JoinScreen
 from minitui.tui.apps.heap import fix_thresholds
@@ -95,6 +95,8 @@ class MinituiApp(AppBase):
         self.set_interval(1 / self.settings.fps, self._frame)
         # Draw the first frame before the engine starts: its process competes for the same cores.
         self.call_after_refresh(self.run_worker, self._start, group="start")
+        for sentence in wrong_keys(self.settings.keys):
+            self.say(sentence, error=True)
         if self._guard:
             self._guard.attach(self)
 

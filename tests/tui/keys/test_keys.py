@@ -153,3 +153,18 @@ async def test_a_key_under_the_help_closes_it_and_acts() -> None:
         assert len(app.screen_stack) == 2, "a key without a meaning leaves the help open"
         await press(pilot, "q")
         assert len(app.screen_stack) == 1 and app.is_running, "q closes the help only"
+
+
+async def test_a_wrong_name_in_the_table_keys_is_said_with_near_ones() -> None:
+    table = {"freze": "f8", "gate": "Esc", "new": "crtl+k"}
+    table |= {"step": "ctrl+n, ?,f24,ampersand", "class.next": "f7", "lesson": "+"}  # right, of other applications, too
+    source = FakeSource()
+    app = MinituiApp(source, Chats(source), Settings(keys=table), system="", load_codec=lambda info: ByteCodec())
+    async with app.run_test(size=(120, 36), notifications=True) as pilot:
+        await until(pilot, lambda: app.feed.live)
+        freze, esc, crtl = sorted(notice.message for notice in app._notifications)
+        assert freze == (
+            "settings.toml: keys.freze is not the name of an action (near: freeze, reset); the help (?) lists them"
+        )
+        assert "keys.gate is 'Esc', which is not the name of a key (near: escape" in esc
+        assert "keys.new is 'crtl+k'" in crtl and "(near: ctrl+k" in crtl
