@@ -28,7 +28,7 @@ CAUSES = {  # cause -> (whose fault it is, what to change)
     "salt": ("client", "use one cache_salt for requests that may share"),
     "adapter": ("client", "send the same prompt to one model or adapter"),
     "another replica": ("routing", "route a chat to the replica that has its prefix"),
-    "too short for a block": ("server", "nothing: less than one block is shared"),
+    "too short for a block": ("", ""),
     "eviction": ("server", "a larger pool, or fewer requests between two turns"),
     "window": ("server", "nothing: the window of this model does not keep what it needs to go on"),
     "checkpoint": ("server", "checkpoints at shorter intervals"),

@@ -11,7 +11,7 @@ from minitui.text import count
 from minitui.visible import visible_line
 
 MOST_CAUSES = 3
-WELL = ("none", "first")
+WELL = ("none", "first", "too short for a block")  # nothing was lost
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from engine.params import SamplingParams
 from engine.trace.side_pool import SideGroup
 from minitui.prefix.diagnose import Finding
 from minitui.prefix.recorded import findings_of, parts_of_text
+from minitui.prefix.report import lines
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
 from minitui.whatif.asked import asked_in
@@ -130,6 +131,7 @@ def test_a_prompt_of_one_block_cannot_share(tmp_path):
     numbers = [s.run("a" * 30), s.run("a" * 12), s.run("a" * 40)]
     found = s.findings()
     assert [found[number].cause for number in numbers] == ["first", "too short for a block", "none"]
+    assert lines(list(found.values()), "run")[-2:] == ["", "No request lost its prefix."]
 
 
 def test_the_parts_of_a_prompt():
