@@ -90,7 +90,7 @@ class StatusBar(Bar):
             if width >= 100 or feed.backlog:
                 figures += f"backlog {feed.backlog:,} {dot} "
             figures += f"{feed.dropped:,} dropped{_ago(view.moment.dropped_s) if feed.dropped else ''} "
-        room = width - len(figures) - 1
+        room = width - len(figures) - (2 if figures else 1)
         past = bool(view.moment.travel_text) and view.moment.playback is None
         hints = self._typing_hints() if typing else [(self.app.key_of("now"), "now")] * past + screen.hints()
         self.places = places = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -185,6 +186,9 @@ async def test_a_notice_of_a_recording_covers_no_panel_also_if_it_is_long(size: 
 async def test_a_click_on_a_key_of_the_status_bar_presses_it() -> None:
     async with recording((120, 36)) as (app, pilot):
         bar = (await inspecting(app, pilot)).query_one(StatusBar)
+        for width in range(60, 130):
+            text = "".join(text for text, _ in bar.picture(app.view, width, 1).rows[0])
+            assert re.search(r"\S {2,}[\d,]+ (steps/frame|dropped)", text), "a key seems to belong to the figures"
         for hint in ("w waterfall", "5 requests"):
             await click(pilot, bar, bar.text.index(hint) + 3, 0)
             await until(pilot, lambda hint=hint: app.screen.current == hint.split()[1])  # type: ignore[misc]
