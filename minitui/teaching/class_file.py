@@ -43,15 +43,16 @@ class ClassFile:
 
     @property
     def scenes(self) -> list[dict[str, Any]]:
-        """The scenes that were opened, in this order: "number", "title", "began_s", "recording", "step", "answers"."""
+        """The scenes that were opened, in this order: "number", "title", "began_s", "recording", "step", "answers", and
+        "more", the recordings of the engines that an experiment or a demo started in the scene."""
         scenes: list[dict[str, Any]] = self.data["scenes"]
         return scenes
 
     @property
     def recordings(self) -> list[Path]:
         """The recordings of the scenes that still exist."""
-        paths = dict.fromkeys(Path(scene["recording"]) for scene in self.scenes if scene["recording"])
-        return [path for path in paths if path.is_file()]
+        names = dict.fromkeys(name for scene in self.scenes for name in (scene["recording"], *scene.get("more", ())))
+        return [path for path in map(Path, names) if path.is_file()]
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -62,7 +63,8 @@ class ClassFile:
             if data["version"] != VERSION or len(token) != TOKEN or set(token) - set(LEGIBLE):
                 raise ValueError
             for scene in scenes:
-                if not isinstance(scene["title"], str) or not isinstance(scene["recording"], str):
+                texts = [scene["title"], scene["recording"], *scene.get("more", ())]
+                if not all(isinstance(text, str) for text in texts):
                     raise ValueError
                 for asked in scene["answers"]:
                     if len(asked["choices"]) != len(asked["counts"]):

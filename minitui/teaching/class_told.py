@@ -15,7 +15,7 @@ from minitui.viewmodel.words.narrate import narrate, notable
 
 def told_scenes(file: ClassFile, most: int) -> list[dict[str, Any]]:
     """Returns the scenes of a class, each with "told": a sentence for each step that did more than decode, at most
-    `most`. A scene ends where the next scene in the same recording begins."""
+    `most`. A scene ends where the next scene in the same recording begins; its "more" recordings are told whole."""
     views: dict[str, View | None] = {}
     scenes = []
     for at, scene in enumerate(file.scenes):
@@ -25,6 +25,8 @@ def told_scenes(file: ClassFile, most: int) -> list[dict[str, Any]]:
         view = views[recording]
         later = (one for one in file.scenes[at + 1 :] if one["recording"] == recording)
         told = [] if view is None else _told(view, first, int(next(later, {"step": view.history.steps.last})["step"]))
+        for more in (_view(name) for name in scene.get("more", ())):
+            told += [] if more is None else _told(more, 0, more.history.steps.last)
         scenes.append(scene | {"told": told[:most]})
     return scenes
 

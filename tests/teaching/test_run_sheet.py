@@ -109,11 +109,16 @@ def test_answers_are_exported_and_steps_are_told_until_the_next_scene(tmp_path: 
     for number, step in ((1, -1), (2, 20)):
         file.scenes.append({"number": number, "title": f"T{number}", "began_s": 0, "recording": path, "step": step,
                             "answers": [asked] if number == 1 else []})
+    more = str(bundled()["vllm-8b"])
     file.scenes.append({"number": 3, "title": "T3", "began_s": 9, "recording": "", "step": -1, "answers": []})
+    file.scenes.append({"number": 4, "title": "T4", "began_s": 9, "recording": "", "step": -1, "more": [more, path],
+                        "answers": []})
     file.save()
     again = ClassFile(tmp_path, "paging")
     assert again.as_csv().splitlines()[1:] == ["1,T1,'=1+1,a,r1,3,60", "1,T1,'=1+1,b,r2,40,60"]
-    first, second, third = told_scenes(again, 300)
+    first, second, third, fourth = told_scenes(again, 300)
     steps = [[int(line.split()[1].rstrip(":")) for line in scene["told"]] for scene in (first, second)]
     assert steps[0] and steps[1] and max(steps[0]) <= 20 < min(steps[1]) and third["told"] == []
-    assert [path.name for path in again.recordings] == ["small-pool.trace"]
+    whole = first["told"] + second["told"]
+    assert fourth["told"][-len(whole) :] == whole and len(fourth["told"]) > len(whole), "both recordings are told"
+    assert [path.name for path in again.recordings] == ["small-pool.trace", "vllm-8b.trace"]

@@ -366,6 +366,11 @@ class AppBase(Notices):
         return {}
 
     @property
+    def class_keys(self) -> list[tuple[str, str]]:
+        """(key, what it does) of the scenes of a class, which come first in the status bar."""
+        return []
+
+    @property
     def told(self) -> str:
         """The text under the top bar."""
         return self.story

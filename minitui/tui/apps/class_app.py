@@ -20,6 +20,7 @@ from minitui.teaching.scenarios import DEMOS
 from minitui.text import count
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
+from minitui.tui.actions import key_label
 from minitui.tui.apps.app import MinituiApp
 from minitui.tui.apps.compare_app import DemoApp, TwoRecordings, compare_in_app
 from minitui.tui.apps.demo import play_in_app
@@ -60,6 +61,7 @@ class ClassApp(LessonApp, DemoApp):
         self.playing = False  # the scene is being opened, or plays by itself
         self.began = self.scene_began = clock()
         self._live, self._restarting = self.source, asyncio.Lock()
+        self._noted: dict[str, Any] | None = None  # the open scene in the file of the class
 
     async def on_unmount(self) -> None:
         self._note_answers()
@@ -80,6 +82,9 @@ class ClassApp(LessonApp, DemoApp):
         async def replaced() -> None:
             async with self._restarting:
                 await self._restart(options)
+                if self._noted is not None and (recording := self._live.recording_file) is not None:
+                    self._noted["more"].append(str(recording.resolve()))
+                    self._keep()
 
         await asyncio.shield(asyncio.ensure_future(replaced()))
 
@@ -100,7 +105,7 @@ class ClassApp(LessonApp, DemoApp):
     async def _play(self, number: int) -> None:
         scene = self.sheet.scenes[number]
         self.number, self.scene_began, self.playing = number, self.clock(), True
-        self.scene_name = f"scene {number + 1}: {scene.title}"
+        self.scene_name, self._noted = f"scene {number + 1}: {scene.title}", None
         try:
             await self._reset(scene)
             self._note_scene(scene)
@@ -187,6 +192,12 @@ class ClassApp(LessonApp, DemoApp):
         else:
             self.say("this was the last scene: f9 opens any of them again")
 
+    @property
+    def class_keys(self) -> list[tuple[str, str]]:
+        follows = "answer" if self.poll is not None else "next scene"
+        keys = (("class.next", "f8", follows), ("class.scenes", "f9", "scenes"))
+        return [(key_label(self.settings.keys.get(id, key)), what) for id, key, what in keys]
+
     def action_choose_scene(self) -> None:
         rows = [
             (f"{at + 1} {scene.title}", f"{scene.minutes:g} min. {' '.join(scene.notes.split())}")
@@ -225,10 +236,12 @@ class ClassApp(LessonApp, DemoApp):
             step = self._live.add_note(self.scene_name)
         if self.file is not None:
             self.file.data["title"] = self.sheet.title
-            self.file.scenes.append({
+            self._noted = {
                 "number": self.number + 1, "title": scene.title, "began_s": round(self.scene_began - self.began),
-                "recording": str(recording.resolve()) if recording is not None else "", "step": step, "answers": [],
-            })
+                "recording": str(recording.resolve()) if recording is not None else "", "step": step, "more": [],
+                "answers": [],
+            }
+            self.file.scenes.append(self._noted)
             self._keep()
 
     def _note_answers(self) -> None:

@@ -93,6 +93,7 @@ class StatusBar(Bar):
         room = width - len(figures) - (2 if figures else 1)
         past = bool(view.moment.travel_text) and view.moment.playback is None
         hints = self._typing_hints() if typing else [(self.app.key_of("now"), "now")] * past + screen.hints()
+        hints = [*self.app.class_keys, *hints]
         self.places = places = []
         for key, what in hints:
             if row.width + len(key) + len(what) + 3 > room:

@@ -13,10 +13,12 @@ from minitui.settings import Settings
 from minitui.sources.local import LocalSource
 from minitui.sources.recording import RecordingSource
 from minitui.teaching.class_file import ClassFile
+from minitui.teaching.class_told import told_scenes
 from minitui.teaching.run_sheet import ENGINE, read_run_sheet
 from minitui.trace.reader import TraceReader
 from minitui.tui.apps.class_app import ClassApp
 from minitui.tui.screens.lesson import LessonScreen
+from minitui.tui.widgets.bars import StatusBar
 from tests.support.app.driving import until
 
 
@@ -36,6 +38,7 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
         load_codec=load_codec, sheet=sheet, file=file, restart=restart, beat=0.001, clock=lambda: minute[0] * 60,
     )
     polls: list[str] = []
+    with_runs: list[str] = []
     async with app.run_test(size=(120, 40)) as pilot:
         for number, scene in enumerate(sheet.scenes):
             await until(pilot, lambda number=number: app.number == number)
@@ -47,6 +50,7 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
                 ballot = app.audience.open
                 assert ballot is not None and ballot.poll == app.poll
                 polls.append(scene.title)
+                assert app.class_keys == [("f8", "answer"), ("f9", "scenes")]
                 app.audience.counted(ballot.number, [5, 30, *[0] * (len(ballot.counts) - 2)], 60)
                 assert "35 of 60 have answered" in app.told and app.audience.state()["all"]["ask"]
                 await pilot.press("f8")
@@ -56,6 +60,7 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
                 assert isinstance(screen, LessonScreen) and screen.reading.page is scene.lesson.pages[scene.at]
                 run = scene.lesson.pages[scene.at].run
                 if run is not None:
+                    with_runs.append(scene.title)
                     await until(pilot, lambda s=screen: s.reading.at in s.reading.seen | s.reading.failed)
                 assert not screen.reading.failed and app.stage is not None
                 told = app.audience.state()["all"]["say"]
@@ -67,6 +72,7 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
             elif scene.kind == "recording":
                 assert app.view.moment.horizon == scene.at and "H200" in app.source.info.device
             assert "stopped" not in app.story, app.story
+            await until(pilot, lambda: "f8 next scene  f9 scenes" in app.screen.query_one(StatusBar).text)
             assert app.scene_name == f"scene {number + 1}: {scene.title}"
             minute[0] += scene.minutes
             if number + 1 < len(sheet.scenes):
@@ -81,6 +87,11 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
     assert [scene["number"] for scene in kept.scenes] == [*range(1, len(sheet.scenes) + 1), 1]
     answered = [scene["title"] for scene in kept.scenes if scene["answers"]]
     assert answered == polls and all(s["answers"][0]["counts"][:2] == [5, 30] for s in kept.scenes if s["answers"])
+    recordings = [name for scene in kept.scenes for name in (scene["recording"], *scene["more"])]
+    assert recordings == sorted(set(recordings), key=lambda name: (len(name), name)), "in their order, each once"
+    readers = {str(path): TraceReader(path) for path in tmp_path.glob("class*.trace")}
+    assert {name for name, trace in readers.items() if trace.last_step > trace.step_before} <= {*recordings}
+    assert any(scene["more"] and scene["told"] and scene["title"] in with_runs for scene in told_scenes(kept, 1000))
     for scene in kept.scenes:
         marks = TraceReader(Path(scene["recording"])).bookmarks
         assert any(text == f"scene {scene['number']}: {scene['title']}" for _, text in marks)
