@@ -111,7 +111,7 @@ def test_answers_are_exported_and_steps_are_told_until_the_next_scene(tmp_path: 
                             "answers": [asked] if number == 1 else []})
     more = str(bundled()["vllm-8b"])
     file.scenes.append({"number": 3, "title": "T3", "began_s": 9, "recording": "", "step": -1, "answers": []})
-    file.scenes.append({"number": 4, "title": "T4", "began_s": 9, "recording": "", "step": -1, "more": [more, path],
+    file.scenes.append({"number": 4, "title": "T4", "began_s": 9, "recording": "", "step": -1, "more": [path, more],
                         "answers": []})
     file.save()
     again = ClassFile(tmp_path, "paging")
@@ -120,5 +120,5 @@ def test_answers_are_exported_and_steps_are_told_until_the_next_scene(tmp_path: 
     steps = [[int(line.split()[1].rstrip(":")) for line in scene["told"]] for scene in (first, second)]
     assert steps[0] and steps[1] and max(steps[0]) <= 20 < min(steps[1]) and third["told"] == []
     whole = first["told"] + second["told"]
-    assert fourth["told"][-len(whole) :] == whole and len(fourth["told"]) > len(whole), "both recordings are told"
+    assert fourth["told"][: len(whole)] == whole and len(fourth["told"]) > len(whole), "both recordings are told"
     assert [path.name for path in again.recordings] == ["small-pool.trace", "vllm-8b.trace"]
