@@ -53,6 +53,8 @@ class Stage(Driver):
     _questions: dict[str, int] = field(default_factory=dict)  # id of each chat of `chat` -> its questions by `ask`
     _options: dict[str, Any] | None = None  # the options of the last `other_engine`
     poll: Poll | None = None  # the open prediction
+    answered: tuple[Poll, int] | None = None  # the last prediction with a verdict, and its right choice
+    _asked: Poll | None = None  # the last prediction
     _revealed: bool = False  # the prediction ends without a guess
     _guessed: int | None = None
 
@@ -77,7 +79,8 @@ class Stage(Driver):
                 self.say(text)
 
         tell(self.think * self.beat)
-        self.poll, self._guessed, self._revealed = Poll(question, tuple(choices)), None, False
+        self.poll = self._asked = Poll(question, tuple(choices))
+        self._guessed, self._revealed = None, False
         try:
             await self.pause(self.think, lambda: self._guessed is not None or self._revealed, tell)
         finally:
@@ -98,6 +101,8 @@ class Stage(Driver):
 
     def verdict(self, right: int) -> str:
         """Returns a sentence about the guess, given the index of the right choice; empty if there was no guess."""
+        if self._asked is not None:
+            self.answered = (self._asked, right)
         return "" if self._guessed is None else verdict(self._guessed, right) + " "
 
     def bars(self, rows: Sequence[tuple[str, float, str]]) -> str:

@@ -154,13 +154,14 @@ async def test_only_the_lecturer_opens_scenes() -> None:
 
 async def test_afterwards_the_link_has_scenes_answers_and_recordings(tmp_path: Path) -> None:
     (tmp_path / "a\r\nb.trace").write_bytes(b"records")
-    asked = {"question": "<script>", "choices": ["r1"], "counts": [7], "phones": 9}
+    asked = {"question": "<script>", "choices": ["r1", "r2"], "counts": [7, 2], "phones": 9, "right": 1}
     scene = {"number": 1, "title": "Paging & more", "answers": [asked], "told": ["Step 3: r1 <b>joins</b>"]}
     settings = WebSettings(link="paging", token="viewers")
     site = Afterwards(settings, "A class", [scene], [tmp_path / "a\r\nb.trace"])
     async with TestClient(TestServer(site.app)) as client:
         text = await (await client.get(LINK)).text()
-        assert "Paging &amp; more" in text and "r1: <b>7</b>" in text and "r1 &lt;b&gt;joins" in text
+        assert "Paging &amp; more" in text and "r1 &lt;b&gt;joins" in text
+        assert "r1: <b>7</b><" in text and "r2: <b>2</b> (right)<" in text
         assert "<script>" not in text
         file = await client.get(f"{LINK}/0")
         assert await file.read() == b"records" and "a__b.trace" in file.headers["Content-Disposition"]

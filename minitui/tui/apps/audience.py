@@ -38,6 +38,7 @@ class Ballot:
     counts: list[int] = field(default_factory=list)
     phones: int = 0  # phones that are connected
     scene: str = ""
+    right: int | None = None  # the right choice; None: not shown yet
 
     @property
     def answers(self) -> int:
@@ -80,6 +81,11 @@ class Audience:
                 self._asked += 1
                 self.open = Ballot(self._asked, poll, scene=self._app.scene_name)
                 self.ballots.append(self.open)
+        shows = self._app.asking or (self._app.screen_stack[0] if self._app.screen_stack else None)
+        if (answered := getattr(shows, "answered", None)) is not None:
+            for ballot in self.ballots:
+                if ballot.poll == answered[0]:
+                    ballot.right = answered[1]
         driver, now = self._app._driver, time.monotonic()
         if isinstance(driver, MirrorDriver) and now - self._sent_at >= EVERY_S:
             state = self.state()
@@ -93,17 +99,19 @@ class Audience:
         row = view.shown_step()
         step: dict[str, Any] = {}
         if row is not None:
-            chunks = [[f"r{request}", n] for request, _, n, _ in row.chunks[:8]]
+            chunks = [[view.texts.request(request), n] for request, _, n, _ in row.chunks[:8]]
             step = {"step": row.step, "decodes": row.decodes, "chunks": chunks, "tokens": row.tokens,
                     "budget": view.moment.shown.state.budget}
         at = row.step if row is not None else view.moment.horizon
-        said = self._app.story or getattr(self._app._asks(), "told_answer", "")
-        said = said or (narrate(view, at) if at >= 0 else "")
+        lesson, label = hasattr(self._app._asks(), "told_answer"), view.texts.labelled  # a lesson shows no labels
+        said = label(self._app.story) or getattr(self._app._asks(), "told_answer", "")
+        said = said or (label(narrate(view, at)) if at >= 0 else "")
         said = "\n".join(line for line in said.splitlines() if not line.startswith("Press "))  # phones have no keys
         ask = None
         if self.open is not None:
-            ask = {"number": self.open.number, "question": self.open.poll.question[:LONGEST],
-                   "choices": [choice[:LONGEST] for choice in self.open.poll.choices]}
+            texts = (self.open.poll.question, *self.open.poll.choices)
+            question, *choices = ((text if lesson else label(text))[:LONGEST] for text in texts)
+            ask = {"number": self.open.number, "question": question, "choices": choices}
         shown = {"say": said[:LONGEST], "bar": step, "ask": ask, "paused": self._app.gated}
         return {"all": shown | self._app.scene_for_phones(), "lecturer": self._app.scene_for_lecturer()}
 

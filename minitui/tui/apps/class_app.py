@@ -252,7 +252,7 @@ class ClassApp(LessonApp, DemoApp):
             return
         self.file.scenes[-1]["answers"] = [
             {"question": ballot.poll.question, "choices": list(ballot.poll.choices), "counts": ballot.counts,
-             "phones": ballot.phones} for ballot in ballots
+             "phones": ballot.phones, "right": ballot.right} for ballot in ballots
         ]
         self._keep()
 

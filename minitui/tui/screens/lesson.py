@@ -188,13 +188,20 @@ class LessonScreen(BaseScreen[None]):
         return Poll(page.predict.question, page.predict.choices)
 
     @property
-    def told_answer(self) -> str:
-        """The question of this page with its answer, once the experiment has shown it; else empty."""
+    def answered(self) -> tuple[Poll, int] | None:
+        """The prediction of this page and its right choice, once the experiment has shown it; else None."""
         page, seen = self.reading.page, self.reading.seen.get(self.reading.at)
         if page is None or page.predict is None or seen is None or seen.answer is None:
+            return None
+        return Poll(page.predict.question, page.predict.choices), seen.answer
+
+    @property
+    def told_answer(self) -> str:
+        """The question of this page with its answer, once the experiment has shown it; else empty."""
+        if (answered := self.answered) is None:
             return ""
-        choice = page.predict.choices[seen.answer]
-        return f"{page.predict.question} The answer is {LETTERS[seen.answer]}: {choice}"
+        poll, right = answered
+        return f"{poll.question} The answer is {LETTERS[right]}: {poll.choices[right]}"
 
     def reveal(self) -> None:
         self._start()

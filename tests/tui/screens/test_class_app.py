@@ -20,6 +20,7 @@ from minitui.tui.apps.class_app import ClassApp
 from minitui.tui.screens.lesson import LessonScreen
 from minitui.tui.widgets.bars import StatusBar
 from tests.support.app.driving import until
+from tests.tui.keys.test_keys import live
 
 
 async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> None:
@@ -64,6 +65,9 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
                     await until(pilot, lambda s=screen: s.reading.at in s.reading.seen | s.reading.failed)
                 assert not screen.reading.failed and app.stage is not None
                 told = app.audience.state()["all"]["say"]
+                if "The answer is" in told:
+                    await until(pilot, lambda: app.audience.ballots[-1].right is not None)
+                    assert f"The answer is {'abcd'[app.audience.ballots[-1].right]}: " in told
                 assert ("The answer is" in told) == (scene.lesson.pages[scene.at].predict is not None), told
                 screen.reading.running = True
                 await pilot.press("f8")
@@ -86,6 +90,7 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
     kept = ClassFile(tmp_path, "paging")
     assert [scene["number"] for scene in kept.scenes] == [*range(1, len(sheet.scenes) + 1), 1]
     answered = [scene["title"] for scene in kept.scenes if scene["answers"]]
+    assert any(answer["right"] is not None for scene in kept.scenes for answer in scene["answers"])
     assert answered == polls and all(s["answers"][0]["counts"][:2] == [5, 30] for s in kept.scenes if s["answers"])
     recordings = [name for scene in kept.scenes for name in (scene["recording"], *scene["more"])]
     assert recordings == sorted(set(recordings), key=lambda name: (len(name), name)), "in their order, each once"
@@ -95,3 +100,17 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
     for scene in kept.scenes:
         marks = TraceReader(Path(scene["recording"])).bookmarks
         assert any(text == f"scene {scene['number']}: {scene['title']}" for _, text in marks)
+
+
+async def test_phones_name_requests_as_the_projector_does() -> None:
+    async with live((120, 36)) as (app, pilot):
+        app.story = "r2 waits for blocks of “r1”."
+        await until(pilot, lambda: app.view.texts.request(2) == "#2·r2")
+        rows = [row for step in range(200) if (row := app.view.history.steps.get(step)) is not None]
+        step = next(row.step for row in rows if [chunk[0] for chunk in row.chunks] == [2])
+        assert app.travel_to(step)
+        await until(pilot, lambda: app.view.shown_step().step == step)
+        shown = app.audience.state()["all"]
+        assert shown["say"] == "#2·r2 waits for blocks of “r1”." and shown["bar"]["chunks"][0][0] == "#2·r2"
+        app.story = ""
+        assert app.audience.state()["all"]["say"].startswith("#2·r2 ")
