@@ -33,7 +33,7 @@ from minitui.dev.tutor.dataset import (
     word_set,
 )
 from minitui.dev.tutor.judge import judge
-from minitui.dev.tutor.rows import Conversations
+from minitui.dev.tutor.rows import OPENING_TOKENS, Conversations, pack
 from minitui.dev.tutor.wordings import Damage, Wordings
 from minitui.exercises.table import EXERCISES
 from minitui.teaching.contrasts import CONTRASTS
@@ -190,7 +190,7 @@ def test_the_model_loads_in_transformers_and_agrees(llm: LLM):
     assert ask(llm, [chat])[0][0].startswith(expected)
 
 
-def test_new_wordings_are_asked_more_often_than_those_of_an_older_corpus():
+def test_new_wordings_are_asked_more_often_than_those_of_an_older_corpus(monkeypatch: pytest.MonkeyPatch):
     items = load_items()
     older = dict(items) | {"samp_logits": replace(items["samp_logits"], answer="Scores.")}
     older["block_table"] = replace(items["block_table"], wordings=items["block_table"].wordings[:-1])
@@ -201,12 +201,26 @@ def test_new_wordings_are_asked_more_often_than_those_of_an_older_corpus():
     asked = Counter(drawn._turn(None, rng)[1] for _ in range(600))
     # 40 % of the questions that are neither a follow-up nor unknown: 170. Of the block table's, only one is new.
     assert 140 < asked["lru_what"] + asked["samp_logits"] < 240 and asked["block_table"] < 15, asked
-    # The answers without a new wording are marked for a teacher.
-    newer = {tuple(tokenizer.encode(items[name].answer).ids[:8]) for name in ("lru_what", "samp_logits", "block_table")}
-    for _ in range(40):
-        ids, mask = drawn.draw(rng, 1, cut=True)
-        first = next(at for at, weight in enumerate(mask) if weight)
-        assert (mask[first] > 0) == (tuple(ids[first : first + 8]) in newer), ids
+    # The answers to other questions are marked for a teacher.
+    monkeypatch.setattr(drawn, "_turn", lambda last, rng: ("?", "lru_what", last is None))
+    _, mask = drawn.draw(rng, 3, True, [7])
+    weights = [weight for weight in mask if weight]
+    size = len(tokenizer.encode(items["lru_what"].answer).ids) + 1  # with its end
+    assert mask[0] == 0 and min(weights[:size]) > 0 > max(weights[size:]) and len(weights) == 2 * size + OPENING_TOKENS
+
+
+def test_single_questions_behind_one_system_prompt_are_computed_as_in_a_chat_of_their_own():
+    torch.manual_seed(1)
+    tokenizer = tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    drawn = Conversations(load_items(), load_words(), HeldOut([]), Damage(noisy=0.5), tokenizer)
+    ids, mask, segments = (torch.from_numpy(array).long() for array in pack(drawn, 2, 1, 256, shared=1.0))
+    assert (segments == 0).sum() > 8 and segments[0, -1] > 4 and not mask[segments == 0].any()
+    assert (mask[segments == 3] != 0).sum() == OPENING_TOKENS
+    network = train.Network(train.Shape()).eval()
+    kept = (segments == 0) | (segments == 3)
+    alone = train.loss_of(network, ids[kept][None], mask[kept][None], segments[kept][None], ids[kept][None])
+    together = train.loss_of(network, ids, mask * (segments == 3), segments, ids)
+    assert together.item() == pytest.approx(alone.item(), rel=1e-4)
 
 
 def test_a_typed_marker_is_plain_text_as_in_the_engine():

@@ -19,11 +19,10 @@ from minitui.dev.tutor.wordings import Damage, Wordings, casing, expand, typos
 from minitui.tutor import DEFAULT_SYSTEM_PROMPT
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-OPENING_TOKENS = 16  # tokens kept of an answer that is cut
+OPENING_TOKENS = 8  # tokens kept of an answer that is cut
 # The loss of an answer's first tokens weighs more, because they decide which answer it is. That of "I did not catch
 # that" weighs most: in doubt, this is better than an answer to another question. The longest answer has 162 tokens.
 LOSS_WEIGHTS, CAUTIOUS_WEIGHTS = ([weight] * 7 + [1] * 512 for weight in (20, 50))
-NEWER_SHARE = 0.4  # share of the questions that are new wordings, if an older corpus is given
 MOST_TURNS = 8
 BPE_DROPOUT = 0.1
 NOT_CAUGHT_SHARE = 0.12  # share of questions without an answer in the corpus; NOT_CAUGHT answers them
@@ -71,9 +70,6 @@ class Conversations:
             for text in (item.question, *item.wordings)
             if old is None or old.answer != item.answer or text not in (old.question, *old.wordings)
         ]
-        # With an older corpus, the loss mask of an answer without a newer wording is negative: a teacher can give it.
-        newer = {item.id for item, _ in self._newer}
-        self._taught = {*items} - newer if older is not None else set()
         self._wordings, self._damage = Wordings(items, words, held_out, damage), damage
         self._system: list[str] = words["system"]
         self._follow_ups: dict[str, list[str]] = words["follow_ups"]
@@ -92,20 +88,16 @@ class Conversations:
         kind_weight = {"engine": 1.0, "app": 1.0, "talk": 0.8, "refusals": 2.0}
         self._weights = [kind_weight[item.kind] for item in self._asked]
 
-    def draw(self, rng: random.Random, turns: int, cut: bool) -> tuple[list[int], list[int]]:
+    def draw(self, rng: random.Random, turns: int, cut: bool, system: list[int]) -> tuple[list[int], list[int]]:
         """Returns the ids and the loss mask of a conversation with `turns` turns; `cut` ends it in the last answer."""
-        ids: list[int] = []
-        mask: list[int] = []
-        system = self._system_prompt(rng, short=cut)
-        if system is not None:
-            self._say("system", self._tokenizer.encode(system).ids, ids, mask)
+        ids, mask = [*system], [0] * len(system)
         last: str | None = None
         for turn in range(turns):
-            asked, answer = self._turn(last, rng)
+            asked, answer, newer = self._turn(last, rng)
             self._say("user", self._encode(asked, rng), ids, mask)
             answer_ids = self._answer_ids[answer]
             weights = CAUTIOUS_WEIGHTS if answer == NOT_CAUGHT else LOSS_WEIGHTS
-            if answer in self._taught:
+            if self._newer and not newer:  # negative: a teacher can give this answer
                 weights = [-weight for weight in weights]
             head = [self._start, *self._role_ids["assistant"]]
             ids += head
@@ -127,20 +119,23 @@ class Conversations:
         ids += said
         mask += [0] * len(said)
 
-    def _turn(self, last: str | None, rng: random.Random) -> tuple[str, str]:
+    def _turn(self, last: str | None, rng: random.Random) -> tuple[str, str, bool]:
+        """Returns a question, the id of its answer, and True if the question is a newer or noisy wording."""
         kind = rng.random()
         if kind < 0.17 and (last is not None or kind < 0.02):
-            return self._follow_up(last, rng)
+            return *self._follow_up(last, rng), False
         if kind < 0.17 + NOT_CAUGHT_SHARE:
-            return self._wordings.not_caught(rng), NOT_CAUGHT
-        if self._newer and rng.random() < NEWER_SHARE:
+            return self._wordings.not_caught(rng), NOT_CAUGHT, False
+        if self._newer and rng.random() < self._damage.newer:
             item, pattern = rng.choice(self._newer)
-            return self._wordings.lightly(item, pattern, rng), item.id
+            return self._wordings.lightly(item, pattern, rng), item.id, True
         item = rng.choices(self._asked, self._weights)[0]
+        if rng.random() < self._damage.noisy:
+            return self._wordings.noisy(item, rng), item.id, True
         if rng.random() < self._damage.plain:
-            return self._wordings.plain(item, rng), item.id
+            return self._wordings.plain(item, rng), item.id, False
         asked, answered = self._wordings.draw(item, rng)
-        return asked, item.id if answered else NOT_CAUGHT
+        return asked, item.id if answered else NOT_CAUGHT, False
 
     def _follow_up(self, last: str | None, rng: random.Random) -> tuple[str, str]:
         item = self._items[last] if last is not None else None
@@ -156,40 +151,48 @@ class Conversations:
             return asked, NOT_CAUGHT
         return asked, item.follow.get(kind, NO_MORE)
 
-    def _system_prompt(self, rng: random.Random, short: bool) -> str | None:
+    def system(self, rng: random.Random, short: bool) -> list[int]:
+        """Returns the ids of a system turn, or none."""
         kind = rng.random()
         if kind < 0.3:
-            return None
-        if kind < (0.4 if short else 0.7):
-            return DEFAULT_SYSTEM_PROMPT
-        parts = [rng.choice(self._system) for _ in range(rng.randint(1, 2 if short else 5))]
-        if not short and rng.random() < 0.3:
-            parts.append(" ".join(rng.choice(self._common) for _ in range(rng.randint(3, 40))))
-        if not short and rng.random() < 0.15:
-            parts.append(self._items[rng.choice(list(self._items))].answer)
-        return " ".join(parts)
+            return []
+        parts = [DEFAULT_SYSTEM_PROMPT]
+        if kind >= (0.4 if short else 0.7):
+            parts = [rng.choice(self._system) for _ in range(rng.randint(1, 2 if short else 5))]
+            if not short and rng.random() < 0.3:
+                parts.append(" ".join(rng.choice(self._common) for _ in range(rng.randint(3, 40))))
+            if not short and rng.random() < 0.15:
+                parts.append(self._items[rng.choice(list(self._items))].answer)
+        ids: list[int] = []
+        self._say("system", self._tokenizer.encode(" ".join(parts)).ids, ids, [])
+        return ids
 
 
 def pack(
-    conversations: Conversations, seed: int, rows: int, length: int, one_chat: bool = False
+    conversations: Conversations, seed: int, rows: int, length: int, one_chat: bool = False, shared: float = 0.0
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
     """Returns rows of ids, loss masks and segment numbers, each [rows, length].
 
-    With one_chat, conversations have 4 to 60 turns, so that a few fill a row: for the phase with long contexts.
+    With one_chat, conversations have 4 to 60 turns, so that a few fill a row: for the phase with long contexts. A share
+    `shared` of the rows has single questions behind one system prompt, which has the segment 0: all of them read it.
     """
     rng = random.Random(seed)
     ids = np.zeros((rows, length), np.int16)
     mask = np.zeros((rows, length), np.int8)
     segments = np.zeros((rows, length), np.uint8)
     for row in range(rows):
-        filled, segment = 0, 1
+        together = rng.random() < shared
+        head = conversations.system(rng, short=False)[: length // 2] if together else []
+        ids[row, : len(head)] = head
+        filled, segment = len(head), 1
         while filled < length:
-            if one_chat:
-                some_ids, some_mask = conversations.draw(rng, rng.randint(4, 60), cut=False)
-            elif rng.random() < 0.75:
-                some_ids, some_mask = conversations.draw(rng, 1 if rng.random() < 0.8 else 2, cut=rng.random() < 0.85)
-            else:
-                some_ids, some_mask = conversations.draw(rng, rng.randint(1, MOST_TURNS), cut=False)
+            turns, cut = rng.randint(4, 60) if one_chat else rng.randint(1, MOST_TURNS), False
+            if together:
+                turns, cut = 1, True
+            elif not one_chat and rng.random() < 0.75:
+                turns, cut = 1 if rng.random() < 0.8 else 2, rng.random() < 0.85
+            system = [] if together else conversations.system(rng, cut)
+            some_ids, some_mask = conversations.draw(rng, turns, cut, system)
             size = min(len(some_ids), length - filled)
             ids[row, filled : filled + size] = some_ids[:size]
             mask[row, filled : filled + size] = some_mask[:size]

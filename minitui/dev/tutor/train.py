@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.pool import Pool
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +61,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns x after a half-split rotary embedding. x: [B, H, T, D]; cos, sin: [T, D]."""
+    """Returns x after a half-split rotary embedding. x: [B, H, T, D]; cos, sin: [B, 1, T, D]."""
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 
@@ -155,7 +155,8 @@ class Network(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Returns the last hidden states [B, T, C]. ids: [B, T]; mask: [B, 1, T, T], true for keys a query may see."""
         x = self.model.embed_tokens(ids)
-        cos, sin = self.cos[: ids.shape[1]].to(x.dtype), self.sin[: ids.shape[1]].to(x.dtype)
+        places = mask.sum(-1) - 1  # [B, 1, T], from 0 in each conversation
+        cos, sin = self.cos[places].to(x.dtype), self.sin[places].to(x.dtype)
         for layer in self.model.layers:
             x = layer(x, cos, sin, mask)
         return self.model.norm(x)
@@ -170,7 +171,6 @@ CHAT_TEMPLATE = (
 # With a teacher, the loss of an answer without a newer wording: this share of the cross-entropy, and the divergence.
 TAUGHT_SHARE, TEACHER_WEIGHT = 0.3, 2.0
 AHEAD = 64  # batches that are made before they are needed
-Settings = TypeVar("Settings", "Shape", "Recipe", Damage)
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,7 @@ class Recipe:
     weight_decay: float = 0.1
     dropout: float = 0.1
     token_dropout: float = 0.1  # the largest probability that an input token is replaced by a random token
+    shared: float = 0.0  # share of the rows that have single questions behind one system prompt
     seconds: float = math.inf  # training ends after this time, too; then the rate falls with the time
     seed: int = 1
 
@@ -197,18 +198,14 @@ _conversations: Conversations
 
 def _start_worker(tokenizer_json: str, damage: Damage, older: Path | None) -> None:
     global _conversations
-    _conversations = make_conversations(Tokenizer.from_str(tokenizer_json), damage, older)
-
-
-def _pack_rows(job: tuple[int, int, int, bool]) -> tuple[Any, Any, Any]:
-    return pack(_conversations, *job)
-
-
-def make_conversations(tokenizer: Tokenizer, damage: Damage, older: Path | None = None) -> Conversations:
-    """Returns the corpus without the held-out questions."""
-    held_out = [check for name in CHECK_FILES for check in load_checks(name)]
+    held_out = HeldOut([check for name in CHECK_FILES for check in load_checks(name)])
     old_items = None if older is None else load_items(older)
-    return Conversations(load_items(), load_words(), HeldOut(held_out), damage, tokenizer, old_items)
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    _conversations = Conversations(load_items(), load_words(), held_out, damage, tokenizer, old_items)
+
+
+def _pack_rows(job: tuple[int, int, int, bool, float]) -> tuple[Any, Any, Any]:
+    return pack(_conversations, *job)
 
 
 def loss_of(
@@ -217,11 +214,13 @@ def loss_of(
 ) -> Tensor:
     """Returns the mean cross-entropy of the assistant's tokens. Tensors: [B, T]; the networks read `noisy_ids`.
 
-    With a teacher, tokens of a negative loss mask have mostly the divergence from its probabilities as their loss.
+    All tokens of a row read those of segment 0 before them. With a teacher, tokens of a negative loss mask have mostly
+    the divergence from its probabilities as their loss.
     """
     length = ids.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
-    mask = (segments[:, :, None] == segments[:, None, :])[:, None] & causal
+    seen = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)
+    mask = seen[:, None] & causal
     targets, wanted = ids[:, 1:].flatten(), loss_mask[:, 1:].flatten()
     # On a CPU, the logits of the other tokens would take half of the time.
     kept = wanted.nonzero().flatten() if ids.device.type == "cpu" else slice(None)
@@ -253,14 +252,11 @@ def with_noise(ids: Tensor, loss_mask: Tensor, share: float, vocabulary: int) ->
 def train(network: Network, shape: Shape, recipe: Recipe, pool: Pool, teacher: Network | None = None) -> None:
     """Trains the network in place. The pool's processes make the rows while the GPU computes."""
     device = next(network.parameters()).device
-    matrices = [weight for weight in network.parameters() if weight.dim() == 2]
-    others = [weight for weight in network.parameters() if weight.dim() != 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=recipe.peak_rate,
-        betas=(0.9, 0.98),
-        fused=device.type == "cuda",
-    )
+    groups = [
+        {"params": [one for one in network.parameters() if (one.dim() == 2) == matrices], "weight_decay": decay}
+        for matrices, decay in ((True, recipe.weight_decay), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=recipe.peak_rate, betas=(0.9, 0.98), fused=device.type == "cuda")
     steps = recipe.steps + recipe.long_steps
     compute: Callable[..., Tensor] = torch.compile(loss_of) if device.type == "cuda" else loss_of
     network.train()
@@ -286,18 +282,11 @@ def train(network: Network, shape: Shape, recipe: Recipe, pool: Pool, teacher: N
 
 
 def _batches(pool: Pool, recipe: Recipe) -> Iterator[tuple[Any, Any, Any]]:
-    jobs = [(recipe.seed * 1_000_003 + step, recipe.rows, recipe.length, False) for step in range(recipe.steps)]
-    jobs += [
-        (recipe.seed * 1_000_003 + recipe.steps + step, recipe.long_rows, recipe.long_length, True)
-        for step in range(recipe.long_steps)
-    ]
+    short = [(recipe.rows, recipe.length, False, recipe.shared)] * recipe.steps
+    long = [(recipe.long_rows, recipe.long_length, True, 0.0)] * recipe.long_steps
+    jobs = [(recipe.seed * 1_000_003 + step, *kind) for step, kind in enumerate(short + long)]
     for first in range(0, len(jobs), AHEAD):  # all at once would keep a CPU busy with rows that nobody waits for
         yield from pool.imap(_pack_rows, jobs[first : first + AHEAD])
-
-
-def changed(settings: Settings, name: str, value: str) -> Settings:
-    """Returns a copy of the settings with one field changed; `value` is converted to the type of the field."""
-    return replace(settings, **{name: type(getattr(settings, name))(value)})
 
 
 def main(
@@ -325,17 +314,14 @@ def main(
     workers: Annotated[int, typer.Option(help="Processes that pack rows.")] = max(1, multiprocessing.cpu_count() - 1),
 ) -> None:
     """Train and save the model."""
-    shape, recipe, damage = Shape(), Recipe(), Damage()
+    settings: list[Any] = [Shape(), Recipe(), Damage()]
     for change in changes or ():
         name, _, value = change.partition("=")
-        if hasattr(shape, name):
-            shape = changed(shape, name, value)
-        elif hasattr(recipe, name):
-            recipe = changed(recipe, name, value)
-        elif hasattr(damage, name):
-            damage = changed(damage, name, value)
-        else:
+        at = next((at for at, some in enumerate(settings) if hasattr(some, name)), None)
+        if at is None:
             raise typer.BadParameter(f"--set {change}: no field named {name!r} in Recipe, Shape or Damage")
+        settings[at] = replace(settings[at], **{name: type(getattr(settings[at], name))(value)})
+    shape, recipe, damage = settings
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(recipe.seed)
     items = load_items()

@@ -33,6 +33,8 @@ class Damage:
     answer_span: float = 0.08  # a piece of the answer serves as the question
     concepts: float = 0.25  # the question is made of the item's concepts
     typo: float = 0.2
+    newer: float = 0.4  # with an older corpus: a question is a wording that it lacks
+    noisy: float = 0.0  # all content words of a wording stay, between unrelated words
 
 
 def expand(pattern: str, rng: random.Random) -> str:
@@ -106,6 +108,7 @@ class Wordings:
                 for word in self._content_words(wording)
             }
         )
+        self._foreign = sorted({*self._common} - {*self._domain})
 
     def draw(self, item: Item, rng: random.Random) -> tuple[str, bool]:
         """Returns a wording of the item's question, and True if it is answered; False: "I did not catch that"."""
@@ -133,6 +136,20 @@ class Wordings:
             if rng.random() < 0.5:
                 text = self._bend(text, 0.0, rng)
             if text and not self._held_out.too_near(text):
+                return self._finish(text, rng)
+        return item.question
+
+    def noisy(self, item: Item, rng: random.Random) -> str:
+        """Returns a wording of the item between unrelated words; some of its small words are missing."""
+        for _ in range(ATTEMPTS):
+            words, foreign = [rng.choice(self._prefixes)], 0.4 * rng.random()
+            for word in self._wording(item, rng).lower().split():
+                if word.strip("?.,!") not in self._stop or rng.random() < 0.75:
+                    words.append(word)
+                if rng.random() < foreign:
+                    words.append(rng.choice(self._foreign))
+            text = " ".join(words)
+            if not self._held_out.too_near(text):
                 return self._finish(text, rng)
         return item.question
 
