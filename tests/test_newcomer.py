@@ -33,14 +33,15 @@ FIELD: list[Edit] = [
     ("engine/core/scheduler.py", '"resumed" if resumed else "new")', '"resumed" if resumed else "new", 7)'),
 ]
 STATE_FIELDS: list[Edit] = [
-    ("engine/trace/views.py", "    base: int = 0", "    place: Annotated[int, later(count)] = 0\n    base: int = 0"),
+    ("engine/trace/views.py", "    base: int = 0",
+     "    place: Annotated[int, kind.later(kind.count)] = 0\n    base: int = 0"),
     (
         "engine/trace/views.py",
-        "    last_used: Sequence\n",
-        "    last_used: Sequence\n    hits: Annotated[int, later(count)] = 0\n",
+        "    last_used: kind.Sequence\n",
+        "    last_used: kind.Sequence\n    hits: Annotated[int, kind.later(kind.count)] = 0\n",
     ),
-    ("engine/trace/views.py", "BLOCKS: dict[str, Bound] = {",
-     'BLOCKS: dict[str, Bound] = {\n    "tiers": later(count),'),
+    ("engine/trace/views.py", "BLOCKS: dict[str, kind.Bound] = {",
+     'BLOCKS: dict[str, kind.Bound] = {\n    "tiers": kind.later(kind.count),'),
     ("engine/trace/state.py", "        self.counts = [",
      "        self.tiers: dict[int, int] = {}\n        self.counts = ["),
     ("engine/core/engine.py", '"row": r.row,', '"row": r.row, "place": 0,'),

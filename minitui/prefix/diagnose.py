@@ -17,6 +17,7 @@ from minitui.prefix.session import Part, Turn
 CAUSES = {  # cause -> (whose fault it is, what to change)
     "none": ("", ""),
     "first": ("", ""),
+    "too short for a block": ("", ""),
     "tools reordered": ("client", "send the tools in the same order each time"),
     "tools changed": ("client", "keep the set of tools, and put tools that change last"),
     "date or time": ("template", "put the date or time at the end of the prompt, or leave it out"),
@@ -28,7 +29,6 @@ CAUSES = {  # cause -> (whose fault it is, what to change)
     "salt": ("client", "use one cache_salt for requests that may share"),
     "adapter": ("client", "send the same prompt to one model or adapter"),
     "another replica": ("routing", "route a chat to the replica that has its prefix"),
-    "too short for a block": ("", ""),
     "eviction": ("server", "a larger pool, or fewer requests between two turns"),
     "window": ("server", "nothing: the window of this model does not keep what it needs to go on"),
     "checkpoint": ("server", "checkpoints at shorter intervals"),

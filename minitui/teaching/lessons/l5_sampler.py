@@ -188,8 +188,8 @@ def _title(stage: Stage, settings: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in named.items())
 
 
-WORDS = (" key", " value", " cache")  # each is one token; a reply has no other tokens
-PROMPT = "Say a word, key."
+WORDS = (" key", " value", " token")  # each is one token; a reply has no other tokens
+PROMPT = "Say a word, please."
 NONE = "no penalty"
 PENALTIES: dict[str, dict[str, Any]] = {
     NONE: {}, "repetition_penalty 1.2": {"repetition_penalty": 1.2},

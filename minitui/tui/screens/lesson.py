@@ -190,6 +190,8 @@ class LessonScreen(BaseScreen[None]):
     @property
     def answered(self) -> tuple[Poll, int] | None:
         """The prediction of this page and its right choice, once the experiment has shown it; else None."""
+        if not self.query("#text"):
+            return None
         page, seen = self.reading.page, self.reading.seen.get(self.reading.at)
         if page is None or page.predict is None or seen is None or seen.answer is None:
             return None
