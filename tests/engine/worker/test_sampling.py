@@ -166,6 +166,21 @@ def test_noise_is_finite_and_gumbel() -> None:
 # ---- truncation
 
 
+def kept(logits: torch.Tensor, **params: Any) -> set[int]:
+    """Tokens that can be drawn: with a temperature at which all that is allowed is drawn soon."""
+    return set(np.flatnonzero(draws(logits, 4000, **params)).tolist())
+
+
+def test_top_p_keeps_the_token_that_crosses_the_boundary() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    assert kept(logits, top_p=0.4) == {0}
+    assert kept(logits, top_p=0.6) == {0, 1}
+    assert kept(logits, top_p=0.79) == {0, 1}
+    assert kept(logits, top_p=0.81) == {0, 1, 2}
+    assert kept(logits, top_p=1e-6) == {0}
+    assert_drawn_from(torch.tensor([5 / 8, 3 / 8, 0, 0]), draws(logits, 20_000, temperature=1.0, top_p=0.7))
+
+
 def test_truncation_equals_that_of_transformers() -> None:
     from transformers.generation.logits_process import (
         MinPLogitsWarper,
@@ -182,6 +197,16 @@ def test_truncation_equals_that_of_transformers() -> None:
             scores = warper(torch.zeros(1, 0, dtype=torch.long), scores)
         counts = draws(logits[0], 20_000, temperature=0.8, top_k=12, top_p=0.9, min_p=0.1)
         assert_drawn_from(scores[0].softmax(-1), counts)
+
+
+def test_a_tiny_temperature_is_argmax_without_nan_and_zero_is_exact() -> None:
+    logits = random_logits(3, 3) * 20
+    batch = Batch()
+    for row, temperature in enumerate((1e-3, 1e-30, 0.0)):
+        batch.add(row, temperature=temperature, top_p=0.9)
+    drawn = batch.sample(logits, [0, 1, 2])
+    assert drawn.ids.tolist() == logits.argmax(-1).tolist()
+    assert not drawn.bad.any()
 
 
 @pytest.mark.parametrize("vocab", [300, sampling.SMALL_VOCABULARY + 1])
@@ -331,6 +356,29 @@ def test_a_row_keeps_nothing_of_the_request_before() -> None:
 
 
 # ---- logprobs
+
+
+def test_logprobs_are_of_the_models_own_distribution() -> None:
+    """Before biases, penalties and temperature; the sampled token's, its rank, and the most likely."""
+    logits = random_logits(3, 11)
+    batch = Batch()
+    batch.add(0, temperature=0.0)
+    add_everything(batch, 1, logprobs=4)
+    batch.add(2, temperature=0.0, logprobs=2)
+    drawn = batch.sample(logits, [0, 1, 2], [3, 6, 3])
+    assert drawn.logprob_rows.tolist() == [1, 2]
+    assert drawn.logprobs is not None
+    ids = drawn.ids.tolist()
+    listed = drawn.logprobs.listed(ids[1:], batch.sampler.logprob_counts(np.array([1, 2])))
+    for row, found in zip((1, 2), listed, strict=True):
+        exact = logits[row].log_softmax(-1)
+        assert found.token_id == ids[row]
+        assert found.logprob == pytest.approx(float(exact[ids[row]]), abs=1e-6)
+        assert found.rank == int((exact > exact[ids[row]]).sum()) + 1
+        best = exact.topk(4 if row == 1 else 2)
+        assert [token for token, _ in found.top] == best.indices.tolist()
+        assert [value for _, value in found.top] == pytest.approx(best.values.tolist(), abs=1e-6)
+    assert listed[1].rank == 1
 
 
 @pytest.mark.parametrize(
