@@ -94,7 +94,7 @@ class BlockTable(LinePanel):
         in_tree = sum(fate in ("cached", "held") for fate in fates)
         line, name = self._label(view, lane.id, lane.request.group), view.texts.title(lane.request.group)
         of = f"{in_tree} of {len(fates)} blocks"
-        texts = [f"  finished: {of} stay in the tree", f"  {of} cached"]
+        texts = [f"  finished: {of} stay in the tree", f"  {of} cached", f"  {in_tree} of {len(fates)} cached"]
         head = _head(line, name, texts, "", width, height)
         size = view.moment.shown.state.block_size
         self._heading = len(head)
