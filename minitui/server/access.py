@@ -36,6 +36,7 @@ ROLES = {
 }
 ANSWERS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate")
 # Read as JSON: `curl -d` sends the second type for every body, and scripts of web pages often the third.
+LINGER_S = 3.0  # how long a refused body is still read
 FORMS = ("", "application/x-www-form-urlencoded", "text/plain")
 
 
@@ -113,6 +114,7 @@ class Guard:
             response = answer.response(scope["path"])
             if answer.status in (408, 413):  # the connection still has the rest of the body, so it must be closed
                 response.headers["Connection"] = "close"
+                watched_send = _reading_rest(receive, watched_send)
             await response(scope, receive, watched_send)
         finally:
             self.service.http_metrics.ended(scope, status, began)
@@ -260,6 +262,22 @@ def _request_id(headers: Headers) -> str:
 
 def _too_large(size: int, limit: int) -> ApiError:
     return ApiError(413, f"the body has at least {size:,} bytes; the limit is {limit:,}", code="body_too_large")
+
+
+def _reading_rest(receive: Receive, send: Send) -> Send:
+    """Returns a `send` that ends the response when the client has sent its whole body, or after LINGER_S. If the
+    connection closed before, the client's system would throw away the response that it has not read yet."""
+
+    async def sending(message: Message) -> None:
+        await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+        if message["type"] == "http.response.body":
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_S):
+                    while (await receive()).get("more_body"):
+                        pass
+            await send({"type": "http.response.body", "body": b""})
+
+    return sending
 
 
 def _set_plain_json(scope: Scope, headers: Headers) -> None:

@@ -5,6 +5,7 @@ should see was told or logged as unforeseen."""
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import logging
 import re
@@ -617,6 +618,14 @@ def answered(got: bytes) -> tuple[int, str]:
     head, _, body = got[got.rindex(b"HTTP/1.1 ") :].partition(b"\r\n\r\n")
     assert b"application/json" in head
     return int(head.split()[1]), body.decode()
+
+
+def test_a_client_that_sends_a_body_that_is_too_large_reads_the_refusal(server: Running) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.host.port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", b"x" * (20 * MIB))
+        answer = connection.getresponse()
+        assert answer.status == 413 and b"the limit is" in answer.read()
 
 
 @pytest.mark.parametrize("name", HTTP)
