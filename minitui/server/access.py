@@ -112,10 +112,11 @@ class Guard:
                 return  # too late for an error response; the error was logged
             answer = as_api_error(error)
             response = answer.response(scope["path"])
+            sending: Send = watched_send
             if answer.status in (408, 413):  # the connection still has the rest of the body, so it must be closed
                 response.headers["Connection"] = "close"
-                watched_send = _reading_rest(receive, watched_send)
-            await response(scope, receive, watched_send)
+                sending = _reading_rest(receive, watched_send)
+            await response(scope, receive, sending)
         finally:
             self.service.http_metrics.ended(scope, status, began)
 
