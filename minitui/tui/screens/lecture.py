@@ -59,6 +59,7 @@ class LectureScreen(BaseScreen[None]):
         super().__init__()
         self._asked_from = -1  # while a question about the next step is shown: the step in the picture; else -1
         self._stepping_from = -1  # while the step to predict has not ended: the step before it; else -1
+        self.answered: tuple[Poll, int] | None = None  # the last question that was answered, and its right choice
 
     def compose(self) -> ComposeResult:
         yield TopBar()
@@ -143,12 +144,14 @@ class LectureScreen(BaseScreen[None]):
     def poll(self) -> Poll | None:
         """The question that is shown."""
         question = self._why.question if hasattr(self, "_why") else None
-        return None if question is None else Poll(question.text, question.choices)
+        return None if question is None else Poll(f"Step {question.step:,}: {question.text}", question.choices)
 
     def reveal(self) -> None:
         self.action_next()
 
     def _reveal(self, view: View) -> None:
+        if self._why.question is not None and self.poll is not None:
+            self.answered = self.poll, self._why.question.answer
         self._why.question, self._asked_from = None, -1
         view.moment.present()
 

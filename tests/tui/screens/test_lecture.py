@@ -11,6 +11,7 @@ import pytest
 from engine.trace.state import State
 from minitui.dev.simulator import SMALL, Load, Stress
 from minitui.text import count
+from minitui.tui.apps.audience import Audience
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.widgets.lecture import Why
 from minitui.viewmodel.explain.predict import Question, question_about
@@ -193,7 +194,12 @@ async def test_predict_asks_before_it_shows_and_says_whether_a_letter_was_right(
         assert why.question is None and app.view.moment.horizon == question.step
         assert narrate(app.view, question.step)[:30] in " ".join(why.text.replace("│", " ").split())
         question = await asked()
+        audience = Audience(app)
+        audience.refresh()
+        assert f"Step {question.step:,}: " in audience.ballots[-1].poll.question and audience.ballots[-1].right is None
         await pilot.press("abc"[question.answer])
+        audience.refresh()
+        assert [ballot.right for ballot in audience.ballots] == [question.answer]
         await frames()
         assert why.question is None and app.view.moment.horizon == question.step and len(app.screen_stack) == 1
         assert f"You said {'abc'[question.answer]}: correct." in "\n".join(lines(app))
