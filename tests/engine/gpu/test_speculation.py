@@ -22,9 +22,10 @@ pytest.importorskip("triton")
 
 from engine.worker.graphs.verify_graphs import VerifyGraphs  # noqa: E402
 from engine.worker.launch import LaunchedStep  # noqa: E402
-from tests.engine.gpu.test_engine import OPTIONS, TOLERANCE, ids_of  # noqa: E402
+from tests.engine.gpu.test_engine import OPTIONS, SHAPE, TOLERANCE, ids_of  # noqa: E402
 from tests.support.parity import below_best  # noqa: E402
 
+__all__ = ["SHAPE"]  # for the fixture of a model
 SPECULATION: dict[str, Any] = {"speculation": "prompt-lookup", "speculative_tokens": 6}
 
 

@@ -13,7 +13,7 @@ import torch
 
 from engine.build import Built, build_engine
 from engine.config import EngineConfig
-from tests.engine.gpu.test_engine import OPTIONS, TOLERANCE, family, greedy, model, prompts, reference
+from tests.engine.gpu.test_engine import OPTIONS, SHAPE, TOLERANCE, family, greedy, prompts, reference
 from tests.support.parity import below_best
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-__all__ = ["model", "reference"]  # fixtures
+__all__ = ["SHAPE", "reference"]  # for fixtures
 
 
 def replies(built: Built, asked: list[list[int]], *, every: int = 0) -> list[list[int]]:
