@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
 from pathlib import Path
@@ -40,16 +41,18 @@ def run_what_if(trace: str, text: str, arrivals: str, json: bool, requests: bool
     from minitui.trace.reader import TraceReader
     from minitui.viewmodel.compare.comparison import Comparison, key_of
     from minitui.viewmodel.compare.runs import Totals, recorded_view
-    from minitui.whatif.answer import Sweep, control, fit_words
+    from minitui.whatif.answer import Sweep, control, fit_words, recorded_figures
     from minitui.whatif.settings import changes
 
     found, terminal = changes(text), has_terminal() and not json
     question = _question(trace, arrivals)
     setting, reader = question.changed(found), question.reader
     with Sweep(question) as sweep:
-        unchanged = sweep.play([{}])
+        unchanged, recorded = sweep.play([{}]), sweep.submit(recorded_figures)
         player = question.play(setting, traced=terminal or requests)
+        question.figures = recorded.result()
         sentence, checked = control(question, next(unchanged).figures)
+    gc.freeze()  # what was read and played: a collection, as at the end, would visit all of it
     notes = [*player.notes, *question.doubts(setting), fit_words(question.costs), sentence]
     if terminal:
         with tempfile.TemporaryDirectory() as folder:

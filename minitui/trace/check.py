@@ -39,11 +39,11 @@ def _need(condition: object, fault: str) -> None:
 
 def _fields(what: str, value: Any, bounds: dict[str, Bound]) -> None:
     _need(type(value) is dict, f"{what} is not an object")
-    for name, bound in bounds.items():
-        if name not in value and bound.later:
-            continue
-        _need(name in value, f"{what} has no {name!r}")
-        _need(bound.fits(value[name]), f"{name!r} of {what} is {_short(value[name])}")
+    for name, bound in bounds.items():  # of each request and node: no text is made for what is right
+        if name not in value:
+            _need(bound.later, f"{what} has no {name!r}")
+        elif not bound.fits(value[name]):
+            raise ValueError(f"{name!r} of {what} is {_short(value[name])}")
 
 
 def _short(value: Any) -> str:
@@ -209,8 +209,9 @@ def _tree(value: dict[str, Any]) -> None:
 
 def _mark_used(blocks: list[int], seen: bytearray, where: str) -> None:
     for block in blocks:
-        _need(block < len(seen), f"block {block:,} of {where} is not in the pool")
-        _need(not seen[block], f"block {block:,} of {where} is also used elsewhere")
+        if block >= len(seen) or seen[block]:
+            fault = "also used elsewhere" if block < len(seen) else "not in the pool"
+            raise ValueError(f"block {block:,} of {where} is {fault}")
         seen[block] = 1
 
 

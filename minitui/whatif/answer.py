@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -48,7 +47,7 @@ class Question:
         with _uncollected():
             self.reader = TraceReader(path, parts_later=True)
             self.recorded: Recorded = asked_in(self.reader)
-        self.costs: Costs = costs_of(self.recorded.steps, str(path), self.reader.info.graphs)
+            self.costs: Costs = costs_of(self.recorded.steps, str(path), self.reader.info.graphs)
         self.setting = Setting.of(self.reader.info, self.reader.part(0).snapshot)
 
     @cached_property
@@ -137,6 +136,12 @@ class Point:
         return self.good / self.figures.time * 1e3 if self.figures.time else 0.0
 
 
+def recorded_figures() -> RunFigures:
+    """Returns the figures of the recording, in a process of a sweep."""
+    assert _question is not None
+    return _question.figures
+
+
 def _point(changes: dict[str, str], goals: dict[str, float]) -> Point:
     assert _question is not None
     player = _question.play(_question.changed(changes))
@@ -151,10 +156,8 @@ class Sweep(ProcessPoolExecutor):
     """Plays several settings, on all cores. A context manager."""
 
     def __init__(self, question: Question, goals: dict[str, float] | None = None) -> None:
-        played = copy(question)
-        del played.reader  # the processes need not read the file
         self._goals = goals or {}
-        super().__init__(min(8, os.cpu_count() or 1), None, _prepare, (played,))
+        super().__init__(min(8, os.cpu_count() or 1), None, _prepare, (question,))
 
     def play(self, settings: Sequence[dict[str, str]]) -> Iterator[Point]:
         """Begin to play these changes; return an iterator of their points, in their order."""
