@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import multiprocessing
@@ -27,6 +28,7 @@ GOALS = ("first", "gap", "total")
 PRECISION = 1.05  # the search for a rate ends when the rate that misses is at most this times the one that holds
 MOST_TRIALS = 24
 START_S = 3.0  # until all processes have started
+OPEN_S = 1.0  # a client is opened this long before its request
 WORDS = (
     "block", "cache", "token", "prefix", "tree", "queue", "batch", "step", "prompt", "answer", "page", "table",
     "decode", "prefill", "head", "layer", "request", "share", "evict", "admit", "stream", "model", "weight", "draw",
@@ -319,7 +321,7 @@ async def run_load(
     context = multiprocessing.get_context("spawn")
     counts = [context.Array("q", 2, lock=False) for _ in range(processes)]  # of each process: finished, failed
     if processes == 1:
-        began = time.perf_counter()
+        began = time.perf_counter() + OPEN_S
         sending: Awaitable[list[Outcome]] = _send_all(url, key, plan, timeout_s, began, counts[0])
     else:
         began = time.perf_counter() + START_S  # this clock is the same in all processes
@@ -335,19 +337,26 @@ async def run_load(
 async def _send_all(
     url: str, key: str, plan: Sequence[Planned], timeout_s: float, began: float, counts: Any
 ) -> list[Outcome]:
-    from minitui.sources.http import open_client
+    from minitui.sources.http import httpx, open_client
+
+    async def until(at: float) -> None:
+        await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
 
     async def one(planned: Planned) -> Outcome:
-        await asyncio.sleep(max(0.0, planned.at - (time.perf_counter() - began)))
+        await until(planned.at - OPEN_S)
         # One client per request: one client with hundreds of connections would be slower than the server.
         async with open_client(url, key) as client:
             client.timeout = timeout_s
+            await until(planned.at)
             outcome = await send(client, planned, began)
         outcome.late = outcome.sent - planned.at
         counts[0] += 1
         counts[1] += bool(outcome.error)
         return outcome
 
+    with contextlib.suppress(httpx.HTTPError, EngineError, OSError):  # imports what the first request needs
+        async with open_client(url, key) as client:
+            await client.get("/health", timeout=OPEN_S)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(planned)) for planned in plan]
     return [task.result() for task in tasks]
