@@ -21,6 +21,7 @@ import typer
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from minitui.bench.load_figures import Outcome, found_rate, report, summarise, trial_line, write
 from minitui.goals import goals_of
+from minitui.sources.remote_checks import count
 from minitui.visible import json_text
 
 TEXT_FIELDS = ("content", "reasoning_content", "tool_calls")  # fields of a chat delta that count as text
@@ -305,8 +306,6 @@ async def send(client: Any, planned: Planned, began: float) -> Outcome:
 
 
 def _count_usage(outcome: Outcome, usage: dict[str, Any]) -> None:
-    from minitui.sources.remote_checks import count
-
     outcome.prompt_tokens = count(usage.get("prompt_tokens")) or outcome.prompt_tokens
     outcome.output_tokens = count(usage.get("completion_tokens")) or outcome.output_tokens
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
