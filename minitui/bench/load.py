@@ -367,9 +367,9 @@ def _in_processes(
     shares = [(plan[i :: len(counts)], counts[i]) for i in range(len(counts))]
     results: list[Any] = [None] * len(plan)
     pipes = []
-    for share, count in shares:
+    for share, done in shares:
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_process, args=(theirs, url, key, share, timeout_s, began, count), daemon=True)
+        process = context.Process(target=_process, args=(theirs, url, key, share, timeout_s, began, done), daemon=True)
         process.start()
         theirs.close()
         pipes.append((ours, process))
