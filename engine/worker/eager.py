@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from engine.attention.base import ForwardMeta
 from engine.core.request import Grammar
@@ -20,6 +21,11 @@ from engine.worker.logprobs import Logprobs, pick_logprobs
 from engine.worker.runner import Executor
 
 LOGPROB_ROWS = 256  # for prompt logprobs: number of positions whose logits are in memory at the same time
+
+
+def padded_rows(n: int, most: int) -> int:
+    """Returns the number of rows whose logits are computed for n rows. `most`: memory was measured with that many."""
+    return max(n, min(most, 1 << (n - 1).bit_length()))
 
 
 class Eager(Executor):
@@ -85,7 +91,17 @@ class Eager(Executor):
         prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
         if inputs.sampled_hidden is not None:
             hidden = hidden.index_select(0, self._batch.upload(inputs.sampled_hidden))
-        return self._model.logits(hidden), prompt_logprobs
+        return self._logits(hidden), prompt_logprobs
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [s, V] of hidden [s, H]. On a GPU, s is padded to one of few numbers: for the first product
+        of a number of rows, CUDA loads a kernel, and waits until the device has no work. At the end of a step with
+        prompts, that would take as long as the step, and only then the host hands out the results of the step before.
+        """
+        n = len(hidden)
+        if hidden.device.type == "cuda" and n > 1:
+            hidden = F.pad(hidden, (0, 0, 0, padded_rows(n, self._batch.max_rows) - n))
+        return self._model.logits(hidden)[:n]
 
     def _prompt_logprobs(self, plan: StepPlan, inputs: Inputs, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
         """Returns {entry: logprobs of the prompt tokens that the entry's chunk predicts}. Position 0 has no logprob. A

@@ -1,7 +1,6 @@
 """Copies of small arrays to the device and back. The host waits only if all buffers are in use.
 
-A buffer is not changed while a copy from it is running. Buffers are pinned when the engine starts: to pin memory, CUDA
-waits until the device has no work, for up to two steps with prompts (engine/kernels/MEASURED.md).
+A buffer is not changed while a copy from it is running.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import numpy as np
 import torch
 
 RING = 32  # pinned buffers, so at most this many copies run at the same time
-LEAST = 256 << 10  # bytes of a pinned buffer: three values for each of 8,192 tokens fit
 STAGING_RING = 4  # more than the largest number of steps in flight
 
 
@@ -21,11 +19,7 @@ class Uploader:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: list[torch.Tensor] = []
-        if device.type != "cpu":
-            self._buffers += _pinned(RING * LEAST).split(LEAST)
-            kept = [_pinned(1 << n) for n in range(3, 18) for _ in range(STAGING_RING)]
-            del kept  # torch keeps them for `to_host`
+        self._buffers: list[torch.Tensor | None] = [None] * RING
         self._copied: list[torch.cuda.Event | None] = [None] * RING
         self._next = 0
 
@@ -38,8 +32,9 @@ class Uploader:
         buffer, copied = self._buffers[slot], self._copied[slot]
         if copied is not None:
             copied.synchronize()
-        if buffer.nbytes < source.nbytes:
-            buffer = self._buffers[slot] = _pinned(1 << source.nbytes.bit_length())
+        if buffer is None or buffer.nbytes < source.nbytes:
+            buffer = torch.empty(max(source.nbytes, 4096), dtype=torch.uint8, pin_memory=True)
+            self._buffers[slot] = buffer
         staged = buffer[: source.nbytes].view(source.dtype).view(source.shape)
         staged.copy_(source)
         tensor = staged.to(self._device, non_blocking=True)
@@ -47,10 +42,6 @@ class Uploader:
             copied = self._copied[slot] = torch.cuda.Event()
         copied.record()
         return tensor
-
-
-def _pinned(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.worker.cpu.cores import default_threads
+from engine.worker.eager import padded_rows
 from engine.worker.loaded import CPU_KV_BYTES
 from engine.worker.runner import Runner
 from tests.support.models import VOCAB, Driver, eager, held, make_request, make_runner, prompt, reference, save
@@ -34,6 +35,12 @@ def test_only_entries_that_sample_draw(driver: Driver) -> None:
     drawn = driver.run([(requests[0], 1, True), (requests[1], 10, True), (requests[2], 13, True)])
     assert min(drawn) >= 0
     assert driver.result.bad == []
+
+
+def test_on_a_gpu_logits_are_computed_for_few_numbers_of_rows_and_never_more_than_memory_was_measured_with() -> None:
+    sizes = [padded_rows(n, 200) for n in range(1, 300)]
+    assert all(n <= size <= max(n, 200) for n, size in enumerate(sizes, 1))
+    assert set(sizes[:200]) == {1, 2, 4, 8, 16, 32, 64, 128, 200}
 
 
 def test_nan_in_one_request_ends_it_alone(directory: Path) -> None:
