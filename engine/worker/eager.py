@@ -94,9 +94,10 @@ class Eager(Executor):
         return self._logits(hidden), prompt_logprobs
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [s, V] of hidden [s, H]. On a GPU, s is padded to one of few numbers: for the first product
-        of a number of rows, CUDA loads a kernel, and waits until the device has no work. At the end of a step with
-        prompts, that would take as long as the step, and only then the host hands out the results of the step before.
+        """Returns the logits [s, V] of hidden [s, H]. On a GPU, s is padded to one of few numbers: for the first
+        product of a number of rows, CUDA loads a kernel, and waits until the device has no work. At the end of a step
+        with prompts, that would take as long as the step, and only then the host hands out the results of the step
+        before.
         """
         n = len(hidden)
         if hidden.device.type == "cuda" and n > 1:
