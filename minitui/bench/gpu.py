@@ -14,10 +14,8 @@ from engine.trace.records import Record
 from minitui.bench.limits import Limits, Work
 from minitui.bench.rows import Row, decode_steps, greedy, random_prompts, recorded, seconds, waste_rows
 
-# The value of the best other engine, on one H200 with random weights. Other engines: vLLM 0.25.1, mini-sglang,
-# nano-vllm. We assume that their batch figures exclude the prompts. Otherwise 22,262 tok/s would leave at most 8.9 ms
-# for a step of 256 rows of the 8B model. That is too little: on the same H200, the step's matrix products took 6.73 ms
-# in cuBLAS, and reading its keys and values took 2.3 ms.
+# The value of the best other engine (vLLM 0.25.1, mini-sglang, nano-vllm) on one H200 with random weights. Batches:
+# decode rates, without the prompts, as here.
 H200 = {
     "8B": {
         "batch 1": 5.14, "batch 64": 10_223, "batch 256": 22_262,
