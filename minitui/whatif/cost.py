@@ -250,6 +250,10 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
     known = ~np.isnan(seen.device + host + seen.parts["wait"])
     overlap, took, no_graph, tail = bool(seen.overlapped.any()), seen.took, 0.0, 0.0
     measured = overlap and known.sum() >= LEAST_STEPS
+    if not overlap and np.isnan(seen.parts["wait"]).all():  # then a step's time is without what lies between two steps
+        between = np.diff(steps.column("arrived")[at] * 1e3, prepend=np.nan) - took
+        follows = (steps.column("decodes")[at] > 0) & (between >= 0)  # the engine had work all along
+        took = took + np.where(follows, between, np.median(between[follows]) if follows.any() else 0.0)
     graphs = graphs or (NO_GRAPHS if overlap and not measured else {})
     chunks = [steps.chunks(step) for step in seen.number.tolist()]
     ends = [max((start + length for _, start, length, _ in each), default=0) for each in chunks]

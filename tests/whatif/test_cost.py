@@ -178,6 +178,16 @@ def test_when_results_come():
     assert timeline.arrive() == 3
 
 
+def test_of_an_engine_that_reports_only_results_the_time_between_two_steps_counts(mixture):
+    rows, keys, held = mixture
+    steps = recorded(rows, keys, held, took := 2.0 + 1e-5 * keys)
+    steps.column("part:wait")[:] = np.nan
+    idle = np.where(np.arange(len(rows)) % 100 == 50, 200.0, 0.0)  # then a step begins without decodes
+    steps.column("arrived")[:] = np.cumsum(took + 0.5 + idle) / 1e3
+    steps.column("decodes")[idle > 0] = 0
+    assert predicted(costs_of(steps, "here"), 30, 18_000, 7_200) == pytest.approx(2.5 + 0.18, rel=0.01)
+
+
 def test_of_an_engine_that_reports_only_results_the_steps_beside_prompts_tell_what_their_launch_takes(mixture):
     rows, keys, held = mixture
     r = np.random.default_rng(4)
