@@ -1,7 +1,7 @@
 """Measures how right a what-if is.
 
-    python -m minitui.dev.what_if pairs [--device cuda] [--rounds 3] [--seed 1] [--only chats] [--keep FOLDER] [--json]
-    python -m minitui.dev.what_if score FOLDER [--json]
+    python -m minitui.dev.what_if pairs [--device cuda] [--rounds 3] [--seed 1] [--only chats] [--keep FOLDER]
+    python -m minitui.dev.what_if score FOLDER
 
 `pairs` compares what-ifs with real runs: twenty pairs of a recording and another setting. One engine runs a workload
 with the recorded setting, and another runs it with the other setting. The recording of the first run is then played
@@ -25,7 +25,6 @@ is skipped.
 from __future__ import annotations
 
 import gc
-import json as jsonlib
 import random
 import tempfile
 import time
@@ -333,9 +332,7 @@ def pair(machine: Machine, workload: str, change: str, folder: Path) -> dict[str
         figures = answer.figures
         played.append(_relative(measures(figures), measures(then)))
         real.append(measures(then))
-        found |= {"requests": then.requests, "steps": then.steps, "preemptions": then.preemptions,
-                  "extrapolated": answer.device.extrapolated / answer.steps,
-                  "step_ms": real[-1]["step"], "first_ms": real[-1]["first"], "fit": question.costs.error}
+        found |= {"steps": then.steps, "extrapolated": answer.device.extrapolated / answer.steps}
         if timeless:
             same = all(getattr(figures, name) == getattr(then, name) for name in ("steps", "cached", "preemptions"))
             found["exact"] = same and found["exact"] is not False
@@ -357,9 +354,6 @@ def pairs(only: str) -> Iterator[tuple[str, str]]:
 
 
 app = typer.Typer()
-
-
-Json = Annotated[bool, typer.Option("--json", help="Print a line of JSON for each pair.")]
 SHOWN = ("step", "step_noise", "first", "first_noise", "extrapolated")
 
 
@@ -377,7 +371,6 @@ def compare(
     only: Annotated[str, typer.Option(help="Only pairs whose names contain this.")] = "",
     seed: Annotated[int, typer.Option(help="Of the requests.")] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep the recordings in this folder, and do not play them.")] = None,
-    json: Json = False,
 ) -> None:
     """Compare what-ifs with real runs."""
     machine = Machine(device, seed)
@@ -397,19 +390,17 @@ def compare(
                 before = workload
                 run_warm(machine, machine.setting(workload, change), workload, path.with_suffix(".real.trace"))
         if keep is None:
-            score(folder, json)
+            score(folder)
 
 
 @app.command()
-def score(folder: Path, json: Json = False) -> None:
+def score(folder: Path) -> None:
     """Compare what-ifs with the real runs that `pairs --keep` kept."""
     machine = Machine((folder / "device").read_text())
-    if not json:
-        print(f"{'pair':32s}{'steps':>7s}{'counts':>8s}" + "".join(f"{name:>13s}" for name in SHOWN))
+    print(f"{'pair':32s}{'steps':>7s}{'counts':>8s}" + "".join(f"{name:>13s}" for name in SHOWN))
     for workload, change in pairs(""):
         if _real_runs(folder, workload, change):
-            one = pair(machine, workload, change, folder)
-            print(jsonlib.dumps(one) if json else line(one), flush=True)
+            print(line(pair(machine, workload, change, folder)), flush=True)
 
 
 if __name__ == "__main__":
