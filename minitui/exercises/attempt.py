@@ -26,7 +26,8 @@ LONGEST_FILE = 200_000  # bytes
 class Attempt:
     """The result of an attempt. `broken`: a sentence, "" if all rules are kept; `step`: the step that it names.
     `figure`, `reference`: the figures of both runs; the first is None if a rule is broken. `runs`: the recordings of
-    the reference and of the student's code, as far as they exist. `printed`: what the code printed."""
+    the reference and of the student's code, as far as they exist. `printed`: what the code printed; `latest`: the last
+    step in which it printed (None: before the first), and what it printed there."""
 
     exercise: Exercise
     broken: str
@@ -35,6 +36,7 @@ class Attempt:
     reference: float | None
     runs: tuple[Path, ...]
     printed: str
+    latest: tuple[int | None, str] = (None, "")
 
     @property
     def passed(self) -> bool:
@@ -133,7 +135,7 @@ class Attempts:
         figure = float(found["yours"]["figure"]) if found["yours"] is not None and not broken else None
         return Attempt(
             self.exercise, broken, step if type(step) is int else None, figure, float(found["reference"]["figure"]),
-            tuple(runs), str(found["printed"]),
+            tuple(runs), str(found["printed"]), (found["latest"][0], str(found["latest"][1])),
         )
 
     def _record(self, path: Path, name: str, run: dict[str, Any], mark: tuple[str, int | None]) -> None:
@@ -160,7 +162,7 @@ def read(path: Path) -> str:
         size = path.stat().st_size
         if size > LONGEST_FILE:
             raise EngineError(f"{path} has {count(size, 'byte')}: an exercise has at most {LONGEST_FILE:,}")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # Windows' Notepad writes a byte order mark
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -2,7 +2,7 @@
 
 A request is [the exercise, the text of the file, seconds of processor time, seconds], as JSON. The answer is an object:
 "reference" and "yours" are the two runs (null: the file could not be run), "broken" a sentence, "step" the step that it
-names, "printed" what the code printed.
+names, "printed" what the code printed, "latest" the last step in which it printed, and what it printed there.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def answer_of(exercise: Exercise, source: str, cpu: float, seconds: float) -> di
         "reference": _run(exercise, reference), "yours": yours and _run(exercise, yours),
         "broken": str(broken) if broken is not None else "", "step": broken.step if broken is not None else None,
         "printed": student.printed.text if student is not None else "",
+        "latest": [student.printed.step, student.printed.latest] if student is not None else [None, ""],
     }
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from minitui.exercises.student import Broken, Student, shown, whole
 from minitui.exercises.trial import Trial
 from minitui.exercises.work import TEMPERATURES
+from minitui.text import count
 from minitui.whatif.asked import Asked
 from minitui.whatif.stretches import STOP
 
@@ -26,8 +27,11 @@ CHANCE = 5.0  # percent: exact draws are as far from softmax, by chance
 SEEDS, POSITIONS = 16, 200  # of the draws from equal logits, at temperature 1
 FEWEST = 90  # pairs of such draws, to be compared
 SAME = 0.25  # the share of these pairs that may draw the same, beside those that do by chance
+OFTEN = 0.5  # a share of one of TOKENS equal logits that is no chance, even among a few independent draws
 NO_EFFECT = {(1, 0): ": the seed has no effect", (0, 1): ": the position has no effect",
              (1, -1): ": only their sum has an effect"}
+
+SORTED = "the tokens are drawn as if the logits were sorted: is it an index of `logits` in their order?"
 
 Draw = Callable[[list[float], float, int, int], Any]
 
@@ -75,6 +79,17 @@ def reference(logits: list[float], temperature: float, seed: int, position: int)
     return len(logits) - 1
 
 
+# words for usual faults, and what these draw instead of softmax(logits, temperature)
+GUESSES: tuple[tuple[str, Callable[[list[float], float], list[float]]], ...] = (
+    ("the tokens are drawn as at temperature 1, so the temperature has no effect",
+     lambda logits, heat: softmax(logits, 1.0)),
+    ("the logits are multiplied by the temperature: divide by it", lambda logits, heat: softmax(logits, 1 / heat)),
+    ("small logits are drawn most: is the sign wrong?", lambda logits, heat: softmax([-x for x in logits], heat)),
+    (SORTED, lambda logits, heat: softmax(sorted(logits), heat)),
+    (SORTED, lambda logits, heat: softmax(sorted(logits, reverse=True), heat)),
+)
+
+
 def temperature_of(request: int) -> float:
     """Returns the temperature of a request."""
     return TEMPERATURES[request % len(TEMPERATURES)]
@@ -101,6 +116,7 @@ class Drawing:
     def draw_grid(self) -> None:
         """Draw from equal logits, with neighbouring seeds and positions. Raises Broken."""
         equal, student = [0.0] * TOKENS, cast(Student, self._student)
+        student.printed.muted = True
         self.grid = np.array([[self._token(student, self._draw(list(equal), 1.0, seed, position))
                                for position in range(POSITIONS)] for seed in range(1, SEEDS + 1)])
 
@@ -146,17 +162,16 @@ class Drawing:
         """Returns the draws at a temperature."""
         return [one for one in self.drawn if one.temperature == temperature]
 
-    def off(self, draws: Iterable[Drawn], temperature: float) -> tuple[float, str, int, float]:
-        """Returns how far counts are from softmax at `temperature`, where they are farthest: (standard deviations, what
-        is counted, the count, the expected count). The draws of each token are counted, and of each rank: a draw of
-        rank 1 is one of the token with the largest logit."""
+    def off(self, draws: Iterable[Drawn], probabilities: list[list[float]]) -> tuple[float, str, int, float]:
+        """Returns how far counts are from the `probabilities` of each table, where they are farthest: (standard
+        deviations, what is counted, the count, the expected count). The draws of each token are counted, and of each
+        rank: a draw of rank 1 is one of the token with the largest logit."""
         counts, expected, spread = [0] * CELLS, [0.0] * CELLS, [1e-9] * CELLS
         for one in draws:
-            logits = LOGITS[one.position % TABLES]
             ranks = RANKS[one.position % TABLES]
             counts[one.token] += 1
             counts[TOKENS + ranks[one.token]] += 1
-            for token, share in enumerate(softmax(logits, temperature)):
+            for token, share in enumerate(probabilities[one.position % TABLES]):
                 for cell in (token, TOKENS + ranks[token]):
                     expected[cell] += share
                     spread[cell] += share * (1 - share)
@@ -166,6 +181,11 @@ class Drawing:
         nth = {1: "", 2: "2nd ", 3: "3rd "}.get(place, f"{place}th ")
         name = f"token {worst}" if worst < TOKENS else f"the token with the {nth}largest logit"
         return sigmas[worst], name, counts[worst], expected[worst]
+
+    @staticmethod
+    def likelihood(draws: Iterable[Drawn], probabilities: list[list[float]]) -> float:
+        """Returns the logarithm of the probability of draws, given the `probabilities` of each table."""
+        return sum(math.log(max(1e-9, probabilities[one.position % TABLES][one.token])) for one in draws)
 
     @property
     def distance(self) -> float:
@@ -205,18 +225,26 @@ class Drawing:
     def _check_chance(self) -> None:
         """Raise Broken if draws that should be independent are often the same."""
         tokens, worst, told = self.grid.ravel(), SAME, ""
-        chance = float(((np.bincount(tokens) / max(1, tokens.size)) ** 2).sum())  # more if the draws are biased
+        counts, warm = np.bincount(tokens, minlength=TOKENS), self.at(1.0)
+        if counts.max() == tokens.size and len({(one.position % TABLES, one.token) for one in warm}) <= TABLES:
+            raise Broken(f"neither seed nor position has an effect: at temperature 1, the same logits gave the same "
+                         f"token in all {len(warm):,} draws")
+        if counts.max() > OFTEN * tokens.size:
+            raise Broken(f"with {TOKENS} equal logits, token {counts.argmax()} was drawn {counts.max():,} times of "
+                         f"{tokens.size:,}; softmax expects 1 in {TOKENS}: do the weights add up to 1, or is a token "
+                         "found by its logit?")
+        chance = float(((counts / tokens.size) ** 2).sum())  # more than 1 in TOKENS if the draws are biased
         for steps, words, first, second in self._pairs():
             same = tokens[first] == tokens[second]
-            more = (same.mean() - chance) / (1 - chance) if chance < 1 else 1.0
+            more = (same.mean() - chance) / (1 - chance)
             if same.size < FEWEST or more <= worst:
                 continue
             worst = more
             likely = same + same.mean(-1, keepdims=True) + same.mean(0)  # a pair that is the same by no chance
             (a, p), (b, q) = (divmod(int(which.flat[likely.argmax()]), POSITIONS) for which in (first, second))
             told = (f"seed {a + 1} at position {p} and seed {b + 1} at position {q} draw the same: of {same.size:,} "
-                    f"such pairs ({words}), {same.sum():,} drew the same of {TOKENS} tokens with equal logits, by "
-                    f"chance {same.size * chance:,.0f} do"
+                    f"such pairs ({words}), {same.sum():,} drew the same of {TOKENS} tokens with equal logits; "
+                    f"by chance 1 in {TOKENS} does, {same.size / TOKENS:,.0f}"
                     + (NO_EFFECT.get(steps, "") if same.all() else ""))
         if told:
             raise Broken(told)
@@ -235,14 +263,14 @@ class Drawing:
                          "stays the same: the probabilities are not normalised")
         for heat in (heat for heat in TEMPERATURES if heat):
             draws = self.at(heat)
-            sigmas, what, seen, expected = self.off(draws, heat)
+            sigmas, what, seen, expected = self.off(draws, [softmax(logits, heat) for logits in LOGITS])
             if sigmas <= SIGMAS:
                 continue
-            if heat != 1.0 and self.off(draws, 1.0)[0] <= SIGMAS:
-                raise Broken(f"at temperature {heat:g} the tokens are drawn as at temperature 1: the temperature has "
-                             "no effect")
-            raise Broken(f"at temperature {heat:g}, {what} was drawn {seen} times in {len(draws):,} draws; "
-                         f"softmax expects {expected:.0f}: the draws are biased")
+            guesses = [(words, [draw(logits, heat) for logits in LOGITS]) for words, draw in GUESSES]
+            why, guess = max(guesses, key=lambda one: self.likelihood(draws, one[1]))
+            why = why if self.off(draws, guess)[0] <= SIGMAS else "the draws are biased"
+            raise Broken(f"at temperature {heat:g}, {what} was drawn {count(seen, 'time')} in {len(draws):,} draws; "
+                         f"softmax expects {expected:,.0f}: {why}")
 
 
 class SampleTrial(Trial):

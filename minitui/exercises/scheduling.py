@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from engine.core.node import Node as TreeNode
 from engine.core.policy import QueueOrder
@@ -21,11 +22,17 @@ LONGER = 1.5  # the time of the run, and the first tokens (p99), may be as many 
 MORE_COMPUTED = 1.1  # prompt tokens computed, as a multiple of the reference's: more are a fault
 
 
-def _not_one(value: object, kind: str, none: str) -> str:
-    """Returns words for a value that is not one of the nodes or requests."""
+def _not_one(value: Any, kind: str, place: str, now: Sequence[Any], given: set[Any]) -> str:
+    """Returns words for a value that is none of `now`, the nodes or requests in `place`. `given`: all that there were
+    so far."""
     if isinstance(value, (list, tuple)) and not hasattr(value, "id"):
         return f"a {type(value).__name__}: return one {kind}"
-    return f"{shown(value)}, which is {none}" + (f": return the {kind}, not its id" if whole(value) is not None else "")
+    if type(value) is type(now[0]) and value in given:
+        here = any(one.id == value.id for one in now)
+        was = "as it was before, not as it is now" if here else "which is no longer"
+        return f"{'r' if kind == 'request' else 'node '}{value.id}, {was} {place}"
+    return f"{shown(value)}, which is none of the {kind}s {place}" + (
+        f": return the {kind}, not its id" if whole(value) is not None else "")
 
 
 class StudentOrder(QueueOrder):
@@ -75,10 +82,12 @@ class StudentOrder(QueueOrder):
     def count_overtaken(self, waiting: deque[Request], admitted: list[Request]) -> None:
         """Count the later requests that were admitted before each one that waits. Raises Broken if one starves."""
         for request in waiting:
-            request.overtaken += sum(1 for other in admitted if other.id > request.id)
+            now = sum(1 for other in admitted if other.id > request.id)
+            request.overtaken += now
             if request.overtaken > MOST_OVERTAKEN:
                 raise self._student.broken(
-                    f"r{request.id} starves: {request.overtaken} requests that came later were admitted before it"
+                    f"r{request.id} starves: {request.overtaken} requests that came later were admitted before it "
+                    f"({now} in this step)"
                 )
 
 
@@ -89,7 +98,7 @@ def admit(trial: Trial, student: Student) -> None:
 
 def evict(trial: Trial, student: Student) -> None:
     """Let the student choose what is evicted."""
-    tree = trial.engine.cache.tree
+    tree, given = trial.engine.cache.tree, set[Node]()
 
     def next_leaf() -> TreeNode:
         nodes = [
@@ -99,15 +108,18 @@ def evict(trial: Trial, student: Student) -> None:
             )
             for node in tree.nodes.values() if node.parent is not None
         ]
+        given.update(nodes)
         chosen = student(list(nodes))
         if chosen not in nodes:
-            raise student.broken(f"`evict` returned {_not_one(chosen, 'node', 'none of the nodes')}")
+            raise student.broken(f"`evict` returned {_not_one(chosen, 'node', 'in the tree', nodes, given)}")
         if chosen.users:
             more = f", and node {chosen.children[0]} continues its text" if chosen.children else ""
-            raise student.broken(f"block {chosen.blocks[-1]} was evicted while r{chosen.users[0]} used it{more}")
+            raise student.broken(
+                f"`evict` returned node {chosen.id}, but r{chosen.users[0]} uses it (block {chosen.blocks[-1]}){more}"
+            )
         if chosen.children:
             raise student.broken(
-                f"node {chosen.id} was evicted while node {chosen.children[0]} continues its text: without its "
+                f"`evict` returned node {chosen.id}, but node {chosen.children[0]} continues its text: without its "
                 "beginning, nothing finds that text again"
             )
         return tree.nodes[chosen.id]
@@ -162,10 +174,11 @@ def chunk_end(trial: Trial, reference: Trial) -> None:
 
 def preempt(trial: Trial, student: Student) -> None:
     """Let the student choose who is preempted."""
-    scheduler = trial.engine.scheduler
+    scheduler, given = trial.engine.scheduler, set[Running]()
 
     def victim(running: Sequence[Request], request: Request) -> Request:
         views = [Running(r.id, r.prompt_len, len(r.ids) - r.prompt_len, len(r.table), r.preemptions) for r in running]
+        given.update(views)
         chosen = student(list(views), request.id)
         if chosen is None:
             raise student.broken(
@@ -173,9 +186,7 @@ def preempt(trial: Trial, student: Student) -> None:
                 "request can go on"
             )
         if chosen not in views:
-            gone = isinstance(chosen, Running) and f"r{chosen.id} as it was before, not as it runs now"
-            wrong = gone or _not_one(chosen, "request", "none of the running requests")
-            raise student.broken(f"`preempt` returned {wrong}")
+            raise student.broken(f"`preempt` returned {_not_one(chosen, 'request', 'in the batch', views, given)}")
         first = min(view.id for view in views)
         if chosen.id == first and len(views) > 1:
             raise student.broken(

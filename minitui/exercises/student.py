@@ -73,13 +73,21 @@ def stable_hash(value: object) -> int:
 
 
 class Printed(io.TextIOBase):
-    """Keeps the end of what is printed."""
+    """Keeps the end of what is printed (`text`), and the end of what the last `step` that printed has printed
+    (`latest`)."""
 
-    def __init__(self) -> None:
-        self.text = ""
+    def __init__(self, now: Callable[[], int | None]) -> None:
+        """`now`: returns the step that the engine plans."""
+        self.text = self.latest = ""
+        self.step: int | None = None
+        self.muted, self._now = False, now
 
     def write(self, text: str) -> int:
-        self.text = (self.text + text)[-PRINTED:]
+        step = self._now()
+        if not self.muted:
+            self.text = (self.text + text)[-PRINTED:]
+            self.latest = ((self.latest if step == self.step else "") + text)[-PRINTED:]
+            self.step = step
         return len(text)
 
 
@@ -89,8 +97,8 @@ class Student:
     def __init__(self, source: str, name: str) -> None:
         """Run the file. Raises Broken."""
         self.name = name
-        self.step: Callable[[], int] | None = None
-        self.printed = Printed()
+        self.step: Callable[[], int | None] = lambda: None
+        self.printed = Printed(lambda: self.step())
         module: dict[str, Any] = {"__name__": "exercise", "hash": stable_hash}
         with self.watched("the file"):
             exec(compile(source, FILE, "exec", dont_inherit=True), module)
@@ -106,7 +114,7 @@ class Student:
 
     def broken(self, sentence: str) -> Broken:
         """Returns an error with the sentence "at step 12, …"."""
-        step = self.step() if self.step is not None else None
+        step = self.step()
         return Broken(sentence if step is None else f"at step {step:,}, {sentence}", step)
 
     @contextmanager
@@ -120,7 +128,8 @@ class Student:
         except SyntaxError as error:
             raise Broken(f"line {error.lineno}: {short(str(error.msg))}") from None
         except TimeUp as error:
-            raise self.broken(f"{what} did not end: {error}") from None
+            line = _line()
+            raise self.broken(f"{what} did not end: {error}{line and f'; it was{line}'}") from None
         except Forbidden as error:
             words = f"{what} used {error}{_line()}: code of an exercise starts no process, opens no connection, and "
             raise self.broken(words + "changes no file") from None

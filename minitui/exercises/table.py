@@ -20,7 +20,8 @@ START = Path(__file__).with_name("start")
 class Exercise:
     """An exercise. `name`: also that of the function. `teaches`: in a sentence. `lesson`: the number of the lesson
     before it. `figure`: what is measured, smaller is better. `of`: returns it for a run. `text`: writes it. `install`:
-    puts a student's function in the place of the decision. `at_end`: raises Broken if the whole run breaks a rule."""
+    puts a student's function in the place of the decision. `at_end`: raises Broken if the whole run breaks a rule.
+    `least`: no figure is smaller."""
 
     name: str
     teaches: str
@@ -31,6 +32,7 @@ class Exercise:
     text: Callable[[float], str]
     install: Callable[[Trial, Student], None] | None = None
     at_end: Callable[[Trial, Trial], None] | None = None
+    least: float = 0.0
 
     @property
     def start(self) -> str:
@@ -93,7 +95,7 @@ EXERCISES = {
         Exercise(
             "sample", "from logits to a token: softmax, temperature, seeds", 5, work.samples,
             "distance from softmax", lambda trial: trial.drawing.distance, _distance,
-            at_end=sampling.sample_end,
+            at_end=sampling.sample_end, least=sampling.CHANCE,
         ),
     )
 }

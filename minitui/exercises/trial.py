@@ -6,6 +6,7 @@ from engine.core.request import Request
 from engine.core.step import Emitted
 from minitui.exercises.student import Broken, Student
 from minitui.exercises.work import Work, costs
+from minitui.viewmodel.words.narrate import RULE_BROKEN
 from minitui.whatif.play import Player
 
 MOST_STEPS = 5_000  # a run of the references takes at most 900
@@ -53,7 +54,7 @@ class Trial(Player):
             return
         if "step" not in kinds:
             self.log.append("step", step, [], [], [], 0, len(self.engine.scheduler.waiting))
-        self.log.append("fail", step, f"a rule was broken: {why}")
+        self.log.append("fail", step, f"{RULE_BROKEN}{why}")
         self.records += self.log.drain()
 
     def _emitted(self, emitted: list[Emitted]) -> None:

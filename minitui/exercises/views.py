@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Waiting(NamedTuple):
@@ -41,5 +41,14 @@ def read_only(view: object, name: str, value: object) -> None:
     raise AttributeError(f"`{name}` of a {type(view).__name__} cannot be changed: it is a copy of what the engine has")
 
 
+def by_number(view: tuple[object, ...], key: Any) -> object:
+    """Returns a field by its number, as of every tuple. Raises TypeError for a name."""
+    if isinstance(key, str):
+        kind = "node" if isinstance(view, Node) else "request"
+        raise TypeError(f"write `{kind}.{key}`, not {kind}[{key!r}]")
+    return tuple.__getitem__(view, key)
+
+
 for view in (Waiting, Running, Node):
     view.__setattr__ = read_only  # type: ignore[method-assign]
+    view.__getitem__ = by_number  # type: ignore[method-assign, assignment]

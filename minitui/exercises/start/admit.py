@@ -18,7 +18,8 @@ Return    all of them, each once, in the order in which they
           are to be admitted.
 
 The rules: no request is lost, and none starves: at most 24
-requests that came later may be admitted before it.
+requests that came later may be admitted before it. One call can
+admit several of them.
 The score: the mean time to first token (TTFT). The reference
 admits in the order of arrival: try to be faster.
 """

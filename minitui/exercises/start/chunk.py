@@ -10,7 +10,9 @@ delay the first token of the prompt.
 left      tokens of this prompt that are not computed yet: at
           least 1
 budget    tokens that are left of the budget of this step: at
-          least 1
+          least 1. One for each running reply, and the chunks
+          of earlier prompts in this step, are already
+          subtracted: several prompts can share a step
 replies   how many running replies wait for the end of this step
 Return    how many tokens of the prompt this step computes: a
           whole number.

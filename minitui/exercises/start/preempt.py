@@ -17,9 +17,9 @@ needs     the id of the request that needs a block
 Return    one of `running`; it may be the one that needs the
           block.
 
-The rules: somebody has to go; but never the request that came
-first of all that run (the lowest id), for one request after the
-other has to come to its end.
+The rules: one request has to go; but never the running request
+with the lowest id: it must be able to finish, or requests could
+push each other out for ever. It is not always `running[0]`.
 The score: the tokens that are computed again. The reference
 preempts the request that was admitted last.
 """

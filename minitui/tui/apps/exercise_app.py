@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,14 +32,15 @@ EDITORS = ("nano", "vim", "vi")  # without $VISUAL and $EDITOR, the first that i
 
 
 class ExerciseSource(ReplaySource):
-    """Plays the recording of the last attempt. `attempt` and `text`: of the last run."""
+    """Plays the recording of the last attempt. `attempt` and `text`: of the last run; `run`: " · run 2 at 14:03:59"."""
 
     missing = "the file runs"
 
     def __init__(self, attempts: Attempts, path: Path) -> None:
         super().__init__(path)
         self.attempts, self.file = attempts, path
-        self.text = ""
+        self.text = self.run = ""
+        self._runs = 0
         self.running = self.saved = False  # the code runs; the file was saved since this run read it
         self.attempt: Attempt | None = None
 
@@ -60,6 +62,8 @@ class ExerciseSource(ReplaySource):
         finally:
             self.running = False
         self.attempt = attempt
+        self._runs += 1
+        self.run = f" · run {self._runs:,} at {time.strftime('%H:%M:%S')}"
         if not attempt.runs:
             if self.reader is None:
                 raise EngineError(f"{self.file}: {attempt.words}")
@@ -112,9 +116,10 @@ class ExerciseApp(ReplayApp):
         return facts.st_mtime_ns, facts.st_size
 
     def _watch(self) -> None:
-        """Run the file if it was saved since it was looked at; a run of the earlier text stops."""
+        """Run the file if it was saved since it was looked at; a run of the earlier text stops. If
+        the file is gone, the run says so."""
         stamp = self._stamp()
-        if stamp in (None, self._changed):
+        if stamp == self._changed:
             return
         if self.exercise_source.running:
             self._changed, self.exercise_source.saved = stamp, True
@@ -184,7 +189,7 @@ class ExerciseApp(ReplayApp):
     def _now(self) -> Now:
         source = self.exercise_source
         running = self._runs or self.progress is not None
-        return Now(source.file.name, source.text, source.attempt, running, self._file_error)
+        return Now(source.file.name, source.text, source.attempt, running, self._file_error, source.run)
 
     def _narrate(self) -> str:
         """Returns nothing on the exercise screen: its result says what happened. The comparison begins with it."""

@@ -36,10 +36,10 @@ class CodePanel(ScrollPanel):
     end = ""  # the legend at the end
     begin = 0  # the index of the line that the next picture has at its top; 0: where it is
 
-    def show(self, heading: str, lines: Sequence[str], first: int = 1, marked: int = 0) -> None:
-        """Show these lines, with the marked one in sight."""
+    def show(self, heading: str, lines: Sequence[str], first: int = 1, marked: int = 0, top: int = 0) -> None:
+        """Show these lines, with the marked one in sight, else with the one of index `top` at the top (0: as it is)."""
         self.heading, self.lines, self.first, self.marked = heading, lines, first, marked
-        self.begin = max(0, marked - 8)
+        self.begin = max(0, marked - 8) if marked else top
         self.repaint()
 
     def picture(self, view: View, width: int, height: int) -> Picture:

@@ -25,17 +25,19 @@ from minitui.tui.widgets.rows import Row, clean, wrapped
 from minitui.viewmodel.view import View
 
 WIDE = 116  # columns: the panels are beside the file, whose comments then have whole lines, else below the result
-PRINTED = 4  # lines of what the code printed
+PRINTED = 4  # rows of what the code printed
 
 
 class Now(NamedTuple):
-    """The name and the text of the file, and the result of its last run. `error`: why it could not be run."""
+    """The name and the text of the file, and the result of its last run. `error`: why it could not be run. `run`: its
+    number and time."""
 
     name: str
     text: str
     attempt: Attempt | None
     running: bool
     error: str
+    run: str
 
 
 class ResultPanel(LinePanel):
@@ -45,7 +47,7 @@ class ResultPanel(LinePanel):
 
     def __init__(self, exercise: Exercise, *, id: str) -> None:
         super().__init__(id=id)
-        self.exercise, self.running, self.error = exercise, False, ""
+        self.exercise, self.running, self.error, self.run = exercise, False, "", ""
         self.attempt: Attempt | None = None
 
     def picture(self, view: View, width: int, height: int) -> Picture:
@@ -55,16 +57,22 @@ class ResultPanel(LinePanel):
         elif attempt is not None:
             rows += wrapped(clean(attempt.words), "good" if attempt.passed else "bad", width)
             rows += wrapped(self._next(attempt), "ink", width)
-            printed = attempt.printed.rstrip().splitlines()[-PRINTED:]
-            rows += [Row("| ", "dim").add(clean(line), "ink").done(width) for line in printed]
+            step, printed = attempt.latest
+            lines = [row for line in printed.rstrip().splitlines() for row in wrapped(line, "ink", width)]
+            if lines:
+                where = "printed before the first step:" if step is None else f"printed in step {step:,}:"
+                rows += [Row(where, "dim").done(width), *lines[-PRINTED:]]
         if self.running:
             rows = wrapped("Running … The result before:" if rows else "Running …", "hit", width) + rows
-        return Picture(rows, f"{self.TITLE} · {self.exercise.name}")
+        return Picture(rows, f"{self.TITLE} · {self.exercise.name}{self.run}")
 
-    @staticmethod
-    def _next(attempt: Attempt) -> str:
+    def _next(self, attempt: Attempt) -> str:
         if attempt.passed:
-            return "4 shows both runs on one clock. Save the file again to try another idea."
+            more = attempt.figure is None or attempt.figure > self.exercise.least
+            idea = "Save the file again to try another idea." if more else "100 is the most here."
+            return f"4 shows both runs on one clock. {idea}"
+        if attempt.step is not None and self.screen.has_class("-narrow"):
+            return f"Press 2 to see the engine at step {attempt.step:,}, then , and . to step back and forward."
         if attempt.step is not None:
             return "The panels show the engine at this step: , and . step back and forward, 2 and 3 show more."
         shown = " The panels show the run of the reference." if len(attempt.runs) == 1 else ""
@@ -76,7 +84,7 @@ class ExerciseScreen(PlayheadScreen):
 
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (WIDE, "-wide")]  # noqa: RUF012 (as in Textual)
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("e", "app.edit", "open the file in your editor", show=False, id="exercise.edit"),
+        Binding("e,enter", "app.edit", "open the file in your editor", show=False, id="exercise.edit"),
         Binding("r", "app.run_file", "run the file again", show=False, id="exercise.run"),
     ]
     DEFAULT_CSS = """
@@ -104,11 +112,13 @@ class ExerciseScreen(PlayheadScreen):
 
     def paint(self, view: View) -> None:
         now, result = self._now(), self.result
-        result.running, result.error = now.running, now.error
+        result.running, result.error, result.run = now.running, now.error, now.run
         marked = now.attempt.line or 0 if now.attempt is not None and not now.running else 0
         if (now.text, marked) != self._file_shown or now.attempt is not result.attempt:
+            lines, begin = now.text.splitlines() or [""], f"def {self.exercise.name}("
+            top = 0 if self._file_shown[0] else next((i for i, text in enumerate(lines) if text.startswith(begin)), 0)
             self._file_shown, result.attempt = (now.text, marked), now.attempt
-            self.file.show(now.name, now.text.splitlines() or [""], 1, marked)
+            self.file.show(now.name, lines, 1, marked, top)
         super().paint(view)
 
     def compose(self) -> ComposeResult:

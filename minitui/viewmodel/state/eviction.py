@@ -72,7 +72,7 @@ def pressure_words(state: State, order: EvictionOrder, most: int, brief: bool = 
     if state.free is None and state.counts[FREE]:
         return "unknown: their order is not recorded"
     if not order.is_known:
-        return "a student chooses"
+        return "your function chooses"
     free, evicted = next_blocks(state, order, most)
     more = state.counts[FREE] + state.counts[CACHED] - most
     numbers = [", ".join(map(str, blocks)) for blocks in (free, [block for _, block in evicted])]

@@ -22,6 +22,7 @@ from minitui.viewmodel.view import View
 from minitui.viewmodel.words.texts import page_sentences
 
 NAMED = 3  # a sentence names at most this many requests; the others are only counted
+RULE_BROKEN = "a rule was broken: "  # begins the error of the step in which a student's function broke one
 FINISHES = {
     "stop": ("finished", "end token or stop string"), "length": ("finished", "length limit"),
     "abort": ("ended", "cancelled"),
@@ -39,7 +40,9 @@ def narrate(view: View, step: int) -> str:
     waiting = [f"r{event.request} waits for {event.record.reason}." for event in events if event.kind == "wait"]
     pages = [event.record for event in view.history.pages.of_step(step)]
     sentences = [
-        *(f"The step failed ({error}); its requests finish with this error." for error in failed),
+        *(f"Your function broke a rule here, so the run stops: {error.removeprefix(RULE_BROKEN)}."
+          if error.startswith(RULE_BROKEN) else f"The step failed ({error}); its requests finish with this error."
+          for error in failed),
         *_preemptions(events), *_admissions(view, row, events), *_evictions(view, events),
         *computed(view, row, admitted),
         *page_sentences(pages, [pool.group for pool in view.history.live.state.groups]), *waiting[-1:],

@@ -253,6 +253,8 @@ def _text(row: Row, bar: Bar, style: str, room: int, per_column: float, marks: S
         piece -= len(label)
         if piece > 0:
             words = whole_words(clean(bar.text if i == 0 else text), piece) if piece >= WORDS else ""
+            if not words and bar.id and bar.text == f"node {bar.id}":
+                words = fitting(piece, bar.text, str(bar.id), "")
             row.add(fit(words, piece, glyphs().dots), style)
     if row.width < begin + room:
         row.add(" " * (begin + room - row.width), style)
