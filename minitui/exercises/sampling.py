@@ -244,7 +244,7 @@ class Drawing:
             (a, p), (b, q) = (divmod(int(which.flat[likely.argmax()]), POSITIONS) for which in (first, second))
             told = (f"seed {a + 1} at position {p} and seed {b + 1} at position {q} draw the same: of {same.size:,} "
                     f"such pairs ({words}), {same.sum():,} drew the same of {TOKENS} tokens with equal logits; "
-                    f"by chance 1 in {TOKENS} does, {same.size / TOKENS:,.0f}"
+                    f"by chance about {same.size / TOKENS:,.0f} do (1 in {TOKENS})"
                     + (NO_EFFECT.get(steps, "") if same.all() else ""))
         if told:
             raise Broken(told)
