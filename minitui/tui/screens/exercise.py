@@ -25,7 +25,6 @@ from minitui.tui.widgets.rows import Row, clean, wrapped
 from minitui.viewmodel.view import View
 
 WIDE = 116  # columns: the panels are beside the file, whose comments then have whole lines, else below the result
-PRINTED = 4  # rows of what the code printed
 
 
 class Now(NamedTuple):
@@ -61,7 +60,7 @@ class ResultPanel(LinePanel):
             lines = [row for line in printed.rstrip().splitlines() for row in wrapped(line, "ink", width)]
             if lines:
                 where = "printed before the first step:" if step is None else f"printed in step {step:,}:"
-                rows += [Row(where, "dim").done(width), *lines[-PRINTED:]]
+                rows += [Row(where, "dim").done(width), *lines[-max(1, height - len(rows) - 1) :]]
         if self.running:
             rows = wrapped("Running … The result before:" if rows else "Running …", "hit", width) + rows
         return Picture(rows, f"{self.TITLE} · {self.exercise.name}{self.run}")

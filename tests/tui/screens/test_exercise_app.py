@@ -86,6 +86,9 @@ async def test_what_the_function_printed_in_the_last_step_is_shown_whole_and_eac
         attempt = app.exercise_source.attempt
         assert attempt is not None and f"printed in step {attempt.step}:" in screen.result.text
         assert re.search(r"word end \d+ ", " ".join(screen.result.text.split())), "the line is wrapped, not cut"
+        await pilot.resize_terminal(80, 24)
+        await until(pilot, lambda: re.search(r"word end \d+ +│\n╰", screen.result.text))
+        await pilot.resize_terminal(150, 44)
         await until(pilot, lambda: app.replay.ended)
         tree = screen.query_one("#tree", RadixTree)
         await until(pilot, lambda: "node 11" in tree.text and tree.icicle is not None)
