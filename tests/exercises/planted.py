@@ -70,7 +70,7 @@ PLANTED: dict[str, dict[str, tuple[str, str]]] = {
         "half a seed": ("return draw(logits, temperature, seed // 2, position)",
                         r"^seed 2 at position (\d+) and seed 3 at position \1 .* 3,000 .* about 250 do .1 in 12.$"),
         "half a position": ("return draw(logits, temperature, seed, position // 2)",
-                            r"^seed (\d+) at position 0 and seed \1 at position 1 draw .* by 1\), .* 265 do .1 in 12"),
+                            r"^seed (\d+) at position 0 and seed \1 at position 1 .* by 1\), .* 265 do .1 in 12.$"),
         "product": ("return draw(logits, temperature, seed * position, 0)", r"equal products of seed and position"),
         "sevenfold": ("return draw(logits, temperature, seed * 7 + position, 0)",
                       r"the seed larger by 1, the position smaller by 7"),
