@@ -169,6 +169,7 @@ class ClassApp(LessonApp, DemoApp):
         assert self.stage is not None
         if scene.paused:
             await self.stage.gate()
+        await self.source.control("pace", factor=scene.slow)
         self.switch_mode(scene.screen or "chat")
 
     def switch_mode(self, mode: str) -> Any:
