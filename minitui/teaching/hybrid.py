@@ -85,7 +85,7 @@ async def hybrid(stage: Stage) -> None:
         f"The checkpoint at {INTERVAL} is now behind the shared text. A "
         "state cannot be taken back to an earlier token, so the cached keys and values do not help."
     )
-    await stage.pause(4)
+    await stage.read_answer()
     rows = []
     for what, found in (("before", before), ("shifted", after)):
         for name, metrics in zip(NAMES, found, strict=True):

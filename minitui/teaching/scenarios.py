@@ -154,7 +154,7 @@ async def eviction(stage: Stage) -> None:
         "Of the blocks that no request holds, the least recently used are evicted first: the order was "
         f"{', '.join(order)}. Alpha asked last, so its blocks are evicted last."
     )
-    await stage.pause(4)
+    await stage.read_answer()
     await stage.answers([newcomer])
     await stage.gate()
     first = order[0]
@@ -221,7 +221,7 @@ async def preemption(stage: Stage) -> None:
         f"its {record.blocks} blocks and waits at the head of the queue. The tokens of its reply are kept. Its full "
         "blocks stay in the tree until other requests need the memory. What is not in the tree then is computed again."
     )
-    await stage.pause(4)
+    await stage.read_answer()
     await stage.slow(0.03)
     metrics = await stage.answers(chats)
     times = {id: metric["preemptions"] for id, metric in zip(ids, metrics, strict=True)}

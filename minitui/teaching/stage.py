@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from math import ceil, isfinite
+from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from minitui.viewmodel.view import View
 
 BAR_WIDTH = 28  # cells of a full bar
 THINK_SECONDS = 6.0  # the user's time for a prediction
+ANSWER_SECONDS = 4.0  # the user's time for its answer
 # Titles of the chats of `Stage.chat`. Those of their questions would be words of the legends, such as "prefill".
 TITLES = ("Oslo", "Lima", "Cairo", "Delhi", "Quito", "Seoul", "Tunis", "Hanoi")
 
@@ -54,6 +55,7 @@ class Stage(Driver):
     _options: dict[str, Any] | None = None  # the options of the last `other_engine`
     poll: Poll | None = None  # the open prediction
     answered: tuple[Poll, int] | None = None  # the last prediction with a verdict, and its right choice
+    answer_waits: bool = False  # an answer is shown, and `reveal` goes on
     _asked: Poll | None = None  # the last prediction
     _revealed: bool = False  # the prediction ends without a guess
     _guessed: int | None = None
@@ -96,8 +98,16 @@ class Stage(Driver):
         self._guessed = choice
 
     def reveal(self) -> None:
-        """Ends the open prediction without a guess."""
+        """Ends the open prediction without a guess, or the time for reading its answer."""
         self._revealed = True
+
+    async def read_answer(self) -> None:
+        """Waits for the user to read an answer. If predictions wait without end, as in a class, so does the answer."""
+        self._revealed, self.answer_waits = False, not isfinite(self.think)
+        try:
+            await self.pause(inf if self.answer_waits else ANSWER_SECONDS, lambda: self._revealed)
+        finally:
+            self.answer_waits = False
 
     def verdict(self, right: int) -> str:
         """Returns a sentence about the guess, given the index of the right choice; empty if there was no guess."""

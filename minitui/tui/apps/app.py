@@ -20,7 +20,7 @@ from minitui.settings import Settings
 from minitui.sources.base import Source
 from minitui.tui.actions import ACTIONS, wrong_keys
 from minitui.tui.apps.app_base import AppBase
-from minitui.tui.apps.audience import Audience, JoinScreen
+from minitui.tui.apps.audience import Audience, Ballot, JoinScreen
 from minitui.tui.apps.heap import fix_thresholds
 from minitui.tui.commands import Commands
 from minitui.tui.screens.chat import ChatScreen
@@ -220,8 +220,13 @@ class MinituiApp(AppBase):
 
     @property
     def told(self) -> str:
-        ballot = self.audience.open
+        ballot = self.shown_ballot
         return f"{self.story}\n{ballot.told()}" if ballot is not None and ballot.phones else self.story
+
+    @property
+    def shown_ballot(self) -> Ballot | None:
+        """The question whose counts are shown."""
+        return self.audience.open
 
     def action_join(self) -> None:
         self.push_screen(JoinScreen(self.audience.link))

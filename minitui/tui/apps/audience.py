@@ -48,11 +48,11 @@ class Ballot:
         self.counts = self.counts or [0] * len(self.poll.choices)
 
     def told(self) -> str:
-        """Returns a line with a bar and the count of each choice."""
-        most = max(self.counts) or 1
+        """Returns a line with a bar and the count of each choice. The right one is marked once it was shown."""
+        most, g = max(self.counts) or 1, glyphs()
         bars = (
-            f"{letter} {glyphs().active * round(BAR * n / most)} {n}"
-            for letter, n in zip(LETTERS, self.counts, strict=False)
+            f"{g.right + ' ' if choice == self.right else ''}{LETTERS[choice]} {g.active * round(BAR * n / most)} {n}"
+            for choice, n in enumerate(self.counts)
         )
         return "   ".join([f"Phones: {self.answers} of {self.phones} have answered", *bars])
 

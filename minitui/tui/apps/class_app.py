@@ -22,6 +22,7 @@ from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.actions import key_label
 from minitui.tui.apps.app import MinituiApp
+from minitui.tui.apps.audience import Ballot
 from minitui.tui.apps.compare_app import DemoApp, TwoRecordings, compare_in_app
 from minitui.tui.apps.demo import play_in_app
 from minitui.tui.apps.lesson_app import LessonApp
@@ -31,6 +32,7 @@ from minitui.viewmodel.compare.runs import recorded_view
 
 MAX_TOKENS = {"lesson": 60, "question": 200, "chat": 200}  # of an answer; demos and comparisons have their own
 AFTER = 200  # steps of a recording that can be shown after the step of its scene
+JUST_S = 2.0  # a press of the key so soon after the end of an experiment was meant for the experiment
 
 
 class ClassApp(LessonApp, DemoApp):
@@ -60,6 +62,7 @@ class ClassApp(LessonApp, DemoApp):
         self._first = 0  # the scene that opens when the engine has started
         self.playing = False  # the scene is being opened, or plays by itself
         self.began = self.scene_began = clock()
+        self._ran = -math.inf  # when an experiment was last seen to run
         self._live, self._restarting = self.source, asyncio.Lock()
         self._noted: dict[str, Any] | None = None  # the open scene in the file of the class
 
@@ -105,6 +108,7 @@ class ClassApp(LessonApp, DemoApp):
     async def _play(self, number: int) -> None:
         scene = self.sheet.scenes[number]
         self.number, self.scene_began, self.playing = number, self.clock(), True
+        self._ran = -math.inf
         self.scene_name, self._noted = f"scene {number + 1}: {scene.title}", None
         try:
             await self._reset(scene)
@@ -183,19 +187,45 @@ class ClassApp(LessonApp, DemoApp):
 
     # ---- keys, and the lecturer's page
 
+    @property
+    def _runs(self) -> bool:
+        """An experiment of a lesson runs."""
+        screen = self.screen if self.screen_stack else None
+        return isinstance(screen, LessonScreen) and screen.reading.running
+
+    @property
+    def _answer_waits(self) -> bool:
+        """A demo shows the answer of its question."""
+        return self.asking is not None and self.asking.answer_waits
+
+    def _frame(self) -> None:
+        super()._frame()
+        if self._runs:
+            self._ran = self.clock()
+
     def action_next_scene(self) -> None:
         if self.poll is not None:
             self._asks().reveal()
-        elif isinstance(screen := self.screen, LessonScreen) and screen.reading.running:
+        elif self._answer_waits and self.asking is not None:
+            self.asking.reveal()
+        elif self._runs and isinstance(screen := self.screen, LessonScreen):
             screen.action_hurry()
+        elif self.clock() - self._ran < JUST_S:
+            self.say(f"the experiment has just ended: {self.class_keys[0][0]} again opens the next scene")
         elif self.number + 1 < len(self.sheet.scenes):
             self.open_scene(self.number + 1)
         else:
             self.say("this was the last scene: f9 opens any of them again")
 
     @property
+    def shown_ballot(self) -> Ballot | None:
+        """The newest question of the scene: its counts stay beside its answer."""
+        return self.audience.ballots[-1] if self.audience.ballots else None
+
+    @property
     def class_keys(self) -> list[tuple[str, str]]:
-        follows = "answer" if self.poll is not None else "next scene"
+        follows = "answer" if self.poll is not None else "go on" if self._answer_waits else "next scene"
+        follows = "to the end" if self._runs else follows
         keys = (("class.next", "f8", follows), ("class.scenes", "f9", "scenes"))
         return [(key_label(self.settings.keys.get(id, key)), what) for id, key, what in keys]
 
@@ -225,7 +255,7 @@ class ClassApp(LessonApp, DemoApp):
             "minutes": scene.minutes if scene is not None else 0.0, "begins": self.sheet.begins(at),
             "of": self.sheet.minutes, "elapsed_s": int(now - self.began), "scene_s": int(now - self.scene_began),
             "scenes": [one.title for one in self.sheet.scenes], "asks": self.poll is not None,
-            "runs": isinstance(self.screen, LessonScreen) and self.screen.reading.running, "plays": self.playing,
+            "runs": self._runs, "reads": self._answer_waits, "plays": self.playing,
         }
 
     # ---- what is kept

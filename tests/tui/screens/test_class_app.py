@@ -55,7 +55,12 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
                 app.audience.counted(ballot.number, [5, 30, *[0] * (len(ballot.counts) - 2)], 60)
                 assert "35 of 60 have answered" in app.told and app.audience.state()["all"]["ask"]
                 await pilot.press("f8")
+                if scene.kind == "demo":  # the answer stays until the key is pressed again
+                    await until(pilot, lambda: app.class_keys[0] == ("f8", "go on"))
+                    assert app.number == number and app.playing
+                    await pilot.press("f8")
                 await until(pilot, lambda: app.poll is None and not app.playing)
+                await until(pilot, lambda: "✓" in app.told)  # the counts stay, with a mark at the right choice
             if scene.kind == "lesson":
                 screen = app.screen
                 assert isinstance(screen, LessonScreen) and screen.reading.page is scene.lesson.pages[scene.at]
@@ -70,13 +75,18 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
                     assert f"The answer is {'abcd'[app.audience.ballots[-1].right]}: " in told
                 assert ("The answer is" in told) == (scene.lesson.pages[scene.at].predict is not None), told
                 screen.reading.running = True
+                await until(pilot, lambda: app.class_keys[0] == ("f8", "to the end") and app._ran == app.clock())
                 await pilot.press("f8")
                 assert screen.reading.hurried and app.number == number, "the scene is left before its answer is shown"
                 screen.reading.running = app.stage.hurried = screen.reading.hurried = False
+                await pilot.press("f8")
+                assert app.number == number, "a press just after the end of an experiment leaves its result"
             elif scene.kind == "recording":
                 assert app.view.moment.horizon == scene.at and "H200" in app.source.info.device
             assert "stopped" not in app.story, app.story
             await until(pilot, lambda: "f8 next scene  f9 scenes" in app.screen.query_one(StatusBar).text)
+            if scene.kind in ("question", "chat"):
+                await until(pilot, lambda scene=scene: app.pace == scene.slow)
             assert app.scene_name == f"scene {number + 1}: {scene.title}"
             minute[0] += scene.minutes
             if number + 1 < len(sheet.scenes):
