@@ -35,7 +35,7 @@ from minitui.viewmodel.view import View
 from minitui.viewmodel.words.teller import RequestTeller, Teller
 from tests.support.app.fake_client import ByteCodec, FakeSource, sampling
 from tests.support.records.golden import GOLDEN, INFO, make_engine, play
-from tests.support.waiting import until
+from tests.support.waiting import drained, until
 
 
 @pytest.fixture(scope="module")
@@ -356,8 +356,7 @@ async def test_an_engine_is_told_live_and_a_server_is_watched() -> None:
     watched = FakeSource()
     watching = asyncio.create_task(tail_server(watched, lines.append, lambda info: ByteCodec()))
     await until(lambda: watched.info)
-    async for _ in watched.submit(list(range(40)), SamplingParams(max_tokens=4, ignore_eos=True)):
-        pass
+    await drained(watched.submit(list(range(40)), SamplingParams(max_tokens=4, ignore_eos=True)))
     await until(lambda: any("r1 finished" in line for line in lines))
     watched.die("the server went away")
     with pytest.raises(EngineDead, match="went away"):

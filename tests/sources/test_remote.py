@@ -19,7 +19,7 @@ from engine.params import PARAMETERS, SamplingParams
 from engine.trace.state import State
 from minitui.server.settings import Role, ServerSettings
 from tests.support.server.serving import Running
-from tests.support.waiting import until, wait_until
+from tests.support.waiting import drained, started, until, wait_until
 
 pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
 pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
@@ -43,14 +43,8 @@ async def source(server: Running, tmp_path: Path) -> AsyncIterator[Any]:
         yield source
 
 
-@contextlib.asynccontextmanager
-async def connected(server: Running, cache: Path, **options: Any) -> AsyncIterator[Any]:
-    source = RemoteSource(server.url, cache=cache, **options)
-    await source.start(lambda progress: None)
-    try:
-        yield source
-    finally:
-        await source.close()
+def connected(server: Running, cache: Path, **options: Any) -> contextlib.AbstractAsyncContextManager[Any]:
+    return started(RemoteSource(server.url, cache=cache, **options))
 
 
 async def follow(source: Any, state: State, seq: int) -> None:
@@ -92,11 +86,9 @@ async def test_the_records_give_the_same_state_as_the_engine(server: Running, so
     state = State.from_snapshot(await source.snapshot())
     streams = [source.submit(PROMPT[: 20 + i], greedy(30 + i), group=f"chat {i}") for i in range(6)]
     for stream in streams[:5]:
-        async for _ in stream:
-            pass
+        await drained(stream)
     streams[5].cancel()
-    async for _ in streams[5]:  # the cancellation has a connection of its own: the pause could overtake it
-        pass
+    await drained(streams[5])  # the cancellation has a connection of its own: the pause could overtake it
     await source.control("pause")
     try:
         told = await engine_snapshot(server)
@@ -119,8 +111,7 @@ async def test_a_fault_in_following_the_records_is_logged_and_the_state_found_ag
         observe(record, state)
 
     monkeypatch.setattr(server.service.metrics, "observe", faulty)
-    async for _ in source.submit(PROMPT, greedy(4)):
-        pass
+    await drained(source.submit(PROMPT, greedy(4)))
     while faults or broadcast.state is None or broadcast.state.seq != (await engine_snapshot(server))["seq"]:
         await asyncio.sleep(0.05)
     assert "do not fit its state" in caplog.text
@@ -140,8 +131,7 @@ async def test_a_cancelled_answer_ends_as_cancelled(server: Running, source: Any
 
 async def test_a_refusal_names_the_field(source: Any) -> None:
     with pytest.raises(InvalidRequest, match="context"):
-        async for _ in source.submit([5] * 5000, greedy(5)):
-            pass
+        await drained(source.submit([5] * 5000, greedy(5)))
     with pytest.raises(InvalidRequest):
         await source.submit([10**8], greedy(5)).started()
     with pytest.raises(InvalidRequest, match="n:"):
@@ -180,36 +170,31 @@ async def test_a_lost_connection_is_made_again_and_the_gap_shows(server: Running
             watcher.close()
 
     await asyncio.to_thread(server.call, cut())
-    async for _ in source.submit(PROMPT, greedy(5)):  # while the record stream is closed
-        pass
+    await drained(source.submit(PROMPT, greedy(5)))  # while the record stream is closed
     later = await until(lambda: [record for record in source.drain_records() if record[0] > seen])
     assert later[0][0] > seen + 1, "the gap did not show"
     snapshot = await source.snapshot()
     state = State.from_snapshot(snapshot)
-    async for _ in source.submit(PROMPT, greedy(5)):
-        pass
+    await drained(source.submit(PROMPT, greedy(5)))
     told = await engine_snapshot(server)
     await follow(source, state, told["seq"] + source.records._offset)
     assert state.snapshot()["requests"] == told["requests"] and source.connection == ""
 
 
 async def test_another_engine_behind_the_server_is_a_gap_too(server: Running, source: Any) -> None:
-    async for _ in source.submit(PROMPT, greedy(5)):
-        pass
+    await drained(source.submit(PROMPT, greedy(5)))
     state = State.from_snapshot(await source.snapshot())
     stream = source.submit(PROMPT, greedy(3000))
     await stream.started()
     os.kill(server.service.client.pid or 0, signal.SIGKILL)
     with pytest.raises(EngineDead):
-        async for _ in stream:
-            pass
+        await drained(stream)
     await asyncio.to_thread(wait_until, lambda: server.get("/ready").status_code == 200)
     old = state.seq
     snapshot = await source.snapshot()
     assert snapshot["seq"] > old, "numbers went back: a reader would skip what comes"
     state = State.from_snapshot(snapshot)
-    async for _ in source.submit(PROMPT, greedy(5)):
-        pass
+    await drained(source.submit(PROMPT, greedy(5)))
     told = await engine_snapshot(server)
     await follow(source, state, told["seq"] + source.records._offset)
     assert {**state.snapshot(), "seq": 0, "nodes": 0} == {**told, "seq": 0, "nodes": 0}
@@ -234,8 +219,7 @@ async def test_several_watch_one_engine(server: Running, tmp_path: Path) -> None
         states = [State.from_snapshot(await source.snapshot()) for source in sources]
         streams = [source.submit(PROMPT, greedy(10), group=str(i)) for i, source in enumerate(sources)]
         for stream in streams:
-            async for _ in stream:
-                pass
+            await drained(stream)
         await asyncio.to_thread(server.wait_idle)
         told = await engine_snapshot(server)
         for source, state in zip(sources, states, strict=True):
@@ -249,8 +233,7 @@ async def test_hidden_texts_leave_the_server_in_no_form(server: Running, tmp_pat
     monkeypatch.setattr(server.service.broadcast, "mask_id", mask)
     async with connected(server, tmp_path) as source:
         state = State.from_snapshot(await source.snapshot())
-        async for _ in source.submit(secret, greedy(40), group="other"):
-            pass
+        await drained(source.submit(secret, greedy(40), group="other"))
         await asyncio.to_thread(server.wait_idle)
         told = await engine_snapshot(server)
         assert any(secret[:16] == node["ids"][:16] for node in told["nodes"].values())
@@ -271,8 +254,7 @@ async def test_the_keys_role_decides_what_is_allowed(server: Running, tmp_path: 
         with pytest.raises(EngineError, match="chat"):
             await watcher.submit(PROMPT, greedy(5)).started()
     async with connected(server, tmp_path, key="chat-key-12") as chatter:
-        async for _ in chatter.submit(PROMPT, greedy(2)):
-            pass
+        await drained(chatter.submit(PROMPT, greedy(2)))
         with pytest.raises(EngineError, match="control"):
             await chatter.control("pause")
     with pytest.raises(EngineError, match="API key"):

@@ -19,7 +19,7 @@ from minitui.chat.sessions import Chats
 from minitui.chat.store import Store
 from tests.support.fake_openai import FakeServer
 from tests.support.server.serving import Running
-from tests.support.waiting import ask, until
+from tests.support.waiting import ask, drained, started, until
 
 pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
 
@@ -125,14 +125,12 @@ async def attached(store: Store | None = None, **fields: Any) -> AsyncIterator[t
     fake = await FakeServer().start()
     for name, value in fields.items():
         setattr(fake, name, value)
-    source = OpenAISource(fake.url)
     try:
-        await source.start(lambda progress: None)
-        chats = Chats(source, store)
-        chats.use(source.codec)
-        yield fake, source, chats
+        async with started(OpenAISource(fake.url)) as source:
+            chats = Chats(source, store)
+            chats.use(source.codec)
+            yield fake, source, chats
     finally:
-        await source.close()
         await fake.kill()
 
 
@@ -202,12 +200,11 @@ async def test_a_sampling_option_is_sent_or_refused_when_it_is_set(owner: str, u
 async def test_a_chat_on_such_a_server_is_stored_and_can_continue_later(tmp_path: Path) -> None:
     fake = await FakeServer().start()
     for question in ("first?", "second?"):
-        source, store = OpenAISource(fake.url), Store(tmp_path / "chats.sqlite")
-        await source.start(lambda progress: None)
-        chats = Chats(source, store)
-        chats.use(source.codec)
-        await ask(chats, chats.sessions[0] if chats.restore() else chats.new("Answer briefly."), question)
-        await source.close()
+        store = Store(tmp_path / "chats.sqlite")
+        async with started(OpenAISource(fake.url)) as source:
+            chats = Chats(source, store)
+            chats.use(source.codec)
+            await ask(chats, chats.sessions[0] if chats.restore() else chats.new("Answer briefly."), question)
         store.close()
     said = [message["content"] for message in fake.asked[-1]["messages"]]
     assert said == ["Answer briefly.", "first?", "one two three", "second?"]
@@ -294,12 +291,10 @@ async def test_a_server_that_does_not_list_its_models_is_used_with_model(status:
     with pytest.raises(EngineError, match="name the model with --model"):
         await source.start(lambda progress: None)
     await source.close()
-    named = OpenAISource(fake.url, model="m2")
-    await named.start(lambda progress: None)
-    async for _ in named.submit(named.codec.apply_chat_template([{"role": "user", "content": "x"}]), SamplingParams()):
-        pass
+    async with started(OpenAISource(fake.url, model="m2")) as named:
+        prompt = named.codec.apply_chat_template([{"role": "user", "content": "x"}])
+        await drained(named.submit(prompt, SamplingParams()))
     assert fake.asked[-1]["model"] == "m2"
-    await named.close()
     await fake.kill()
 
 
@@ -319,6 +314,5 @@ async def test_errors_of_other_servers_are_read(body: Any, said: str, field: str
     async with attached(status=400, refusal=body or [1]) as (_, source, _):
         stream = source.submit(source.codec.apply_chat_template([{"role": "user", "content": "x"}]), SamplingParams())
         with pytest.raises(InvalidRequest, match=said) as caught:
-            async for _ in stream:
-                pass
+            await drained(stream)
         assert caught.value.field == field

@@ -16,6 +16,7 @@ import pytest
 from engine.errors import EngineError
 from engine.params import SamplingParams
 from tests.support.server.serving import Running
+from tests.support.waiting import drained, started
 
 pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
 
@@ -167,15 +168,11 @@ async def test_an_answer_beyond_its_bounds_ends_with_a_sentence(
 ) -> None:
     monkeypatch.setattr("minitui.sources.http.MAX_PIECES", 2_000)
     monkeypatch.setattr("minitui.sources.http.MAX_CHARACTERS", 1_000_000)
-    async with hostile(post=endless(OK, chunk(piece))) as url:
-        source = OpenAISource(url)
-        await source.start(lambda progress: None)
+    async with hostile(post=endless(OK, chunk(piece))) as url, started(OpenAISource(url)) as source:
         stream = source.submit(source.codec.apply_chat_template([{"role": "user", "content": "Q"}]), SamplingParams())
         with pytest.raises(EngineError, match=said):
             async with asyncio.timeout(60):
-                async for _ in stream:
-                    pass
-        await source.close()
+                await drained(stream)
 
 
 async def test_comments_alone_are_no_answer() -> None:
@@ -185,8 +182,7 @@ async def test_comments_alone_are_no_answer() -> None:
         client.stream("GET", "/", extensions=RECORDS.extension()) as response,
     ):
         with pytest.raises(EngineError, match=r"no event for 0.3 s"):
-            async for _ in server_events(response, quiet_s=0.3):
-                pass
+            await drained(server_events(response, quiet_s=0.3))
 
 
 @pytest.mark.parametrize("cancel", [True, False])
@@ -276,10 +272,8 @@ def test_figures_that_are_none_do_not_reach_the_line_under_an_answer() -> None:
 
 @pytest.fixture
 async def source(server: Running, tmp_path: Any) -> AsyncIterator[Any]:
-    source = RemoteSource(server.url, cache=tmp_path)
-    await source.start(lambda progress: None)
-    yield source
-    await source.close()
+    async with started(RemoteSource(server.url, cache=tmp_path)) as source:
+        yield source
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from minitui.sources.routing import FEW, capacity, order, rank
 from tests.sources.test_remote_foreign import SGLANG, VLLM
 from tests.support.fake_openai import FakeServer
 from tests.support.server.serving import Running
-from tests.support.waiting import ask, until
+from tests.support.waiting import ask, started, until
 
 pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
 
@@ -95,16 +95,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.asynccontextmanager
 async def replicated(*servers: FakeServer, model: str = "") -> AsyncIterator[tuple[Any, Chats]]:
     """A source over these servers, and chats that are asked on it."""
-    source = ReplicaSource([server.url for server in servers], model=model, exact=False)
-    await source.start(lambda progress: None)
-    await until(lambda: all(replica.tried.is_set() for replica in source.replicas))  # it starts with the first
-    chats = Chats(source, sampling=Sampling(temperature=0.0))
-    chats.use(source.codec)
-    source.opening = lambda group: next(s for s in chats.sessions if s.id == group).opening
     try:
-        yield source, chats
+        async with started(ReplicaSource([server.url for server in servers], model=model, exact=False)) as source:
+            await until(lambda: all(replica.tried.is_set() for replica in source.replicas))  # it starts with the first
+            chats = Chats(source, sampling=Sampling(temperature=0.0))
+            chats.use(source.codec)
+            source.opening = lambda group: next(s for s in chats.sessions if s.id == group).opening
+            yield source, chats
     finally:
-        await source.close()
         for server in servers:
             await server.kill()
 

@@ -1,11 +1,12 @@
-"""Waiting for a condition. The machine may be busy, so a test never waits for a fixed time."""
+"""Waiting for a condition, an answer or a source. The machine may be busy, so a test never waits for a fixed time."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from typing import Any
 
 import psutil
@@ -41,6 +42,22 @@ async def ask(chats: Chats, chat: Session, question: str = "Q") -> Message:
     chats.send(chat, question)
     await until(lambda: not chat.busy)
     return chat.messages[-1]
+
+
+async def drained(stream: AsyncIterable[Any]) -> None:
+    """Returns when the stream has ended."""
+    async for _ in stream:
+        pass
+
+
+@contextlib.asynccontextmanager
+async def started(source: Any) -> AsyncIterator[Any]:
+    """Starts the source, and closes it at the end."""
+    try:
+        await source.start(lambda progress: None)
+        yield source
+    finally:
+        await source.close()
 
 
 def ended(pids: Iterable[int]) -> bool:

@@ -55,6 +55,7 @@ from minitui.viewmodel.updater import Updater
 from minitui.viewmodel.view import View
 from tests.support.app.driving import press, until
 from tests.support.app.fake_client import ByteCodec, FakeSource, sampling
+from tests.support.waiting import started
 
 RIGHT = {  # what each experiment must prove, by lesson and page title
     (0, "Text becomes tokens"): "prefill is one token, Anna has several",
@@ -173,17 +174,14 @@ async def teach_all(log: Path) -> dict[int, Taught | Exception]:
         await source.reconfigure(engine_config(choose_model(None).name, **DEFAULTS | options))
 
     source = LocalSource(config(LESSONS[0]), log, "tutor")
-    await source.start(lambda progress: None)
     taught: dict[int, Taught | Exception] = {}
-    try:
+    async with started(source):
         for one in LESSONS:
             await source.reconfigure(config(one))
             try:
                 taught[one.number] = await teach(one, source, restart)
             except Exception as error:
                 taught[one.number] = error
-    finally:
-        await source.close()
     return taught
 
 

@@ -27,6 +27,7 @@ from minitui.viewmodel.updater import Updater
 from minitui.viewmodel.view import View
 from tests.support.app.fake_client import ByteCodec, FakeSource, sampling
 from tests.support.paths import ROOT
+from tests.support.waiting import started
 
 
 class Heard(LocalSource):
@@ -92,9 +93,8 @@ async def play_all(log: Path) -> dict[str, Told | Exception]:
     choice = choose_model(None)
     source = Heard(config(), log, choice.label)
     source.runs = [[]]
-    await source.start(lambda progress: None)
     played: dict[str, Told | Exception] = {}
-    try:
+    async with started(source):
         for name, demo in DEMOS.items():
             await source.reconfigure(config(**demo.options))
             source.runs = [[]]
@@ -102,8 +102,6 @@ async def play_all(log: Path) -> dict[str, Told | Exception]:
                 played[name] = await play(demo, source)
             except Exception as error:
                 played[name] = error
-    finally:
-        await source.close()
     return played
 
 

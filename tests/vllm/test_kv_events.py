@@ -24,7 +24,7 @@ from minitui.trace.check import Follower
 from minitui.tutor import model_dir
 from tests.support.fake_openai import FakeServer
 from tests.support.paths import ROOT
-from tests.support.waiting import until
+from tests.support.waiting import started, until
 from tests.vllm.test_recorded import free_ports
 
 pytest.importorskip("zmq", reason="the extra 'vllm' is not installed")
@@ -141,11 +141,10 @@ async def attached(
     api = await (api or FakeServer(models=("tutor",), page=PAGE)).start()
     source = KvSource(api.url, publisher.address, tokenizer=str(model_dir()) if tokenizer is None else tokenizer)
     try:
-        await source.start(lambda progress: None)
-        await publisher.subscribed()
-        yield publisher, source, api
+        async with started(source):
+            await publisher.subscribed()
+            yield publisher, source, api
     finally:
-        await source.close()
         await api.kill()
         await publisher.close()
 
@@ -281,10 +280,9 @@ async def test_a_message_without_end_is_refused_before_it_takes_memory(frames: b
     async with asyncio.timeout(60), await asyncio.start_server(publish, "127.0.0.1") as server:
         api = await FakeServer(models=("tutor",), page=PAGE).start()
         source = KvSource(api.url, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", tokenizer=str(model_dir()))
-        await source.start(lambda progress: None)
-        await until(lambda: source.refused >= 2)
-        assert source.why_refused == why and max(sent) < 32 << 20  # what the buffers of the system hold, too
-        await source.close()
+        async with started(source):
+            await until(lambda: source.refused >= 2)
+            assert source.why_refused == why and max(sent) < 32 << 20  # what the buffers of the system hold, too
         await api.kill()
 
 
@@ -602,10 +600,9 @@ async def test_vllms_own_publishers_of_two_ranks_are_found_and_read(monkeypatch:
             publisher.publish(KVEventBatch(ts=1.0, events=[stored]))
         for rank in range(2):
             source = KvSource(api.url, f"tcp://127.0.0.1:{port + rank},{port + 2 + rank}", tokenizer=str(model_dir()))
-            await source.start(lambda progress: None)
-            await until(lambda source=source: bool(len(source.tree)))
-            assert texts(source) == [tokens(100 * rank, 4)] and source._rank == rank
-            await source.close()
+            async with started(source):
+                await until(lambda source=source: bool(len(source.tree)))
+                assert texts(source) == [tokens(100 * rank, 4)] and source._rank == rank
     finally:
         await api.kill()
         for publisher in publishers:

@@ -28,7 +28,7 @@ from tests.support.fake_openai import FakeServer
 from tests.support.vllm_direct import Direct, watch_steps
 from tests.support.vllm_played import FACTS_EVERY, make_scheduler, messages_of, play, recorded
 from tests.support.vllm_versions import IMPORTS, packages_of
-from tests.support.waiting import until, wait_until
+from tests.support.waiting import drained, started, until, wait_until
 
 PROMPT = list(range(40, 100))
 
@@ -238,12 +238,8 @@ async def attached(beside: Beside, cache: Path, to_telemetry: bool = False, **op
     from minitui.sources.vllm import VllmSource
 
     [engine] = await found(f"http://127.0.0.1:{beside.api.port + to_telemetry}", 1, **options)
-    source = VllmSource(engine, cache=cache, **options)
-    await source.start(lambda progress: None)
-    try:
+    async with started(VllmSource(engine, cache=cache, **options)) as source:
         yield source
-    finally:
-        await source.close()
 
 
 @pytest.mark.parametrize("to_telemetry", [False, True])
@@ -269,8 +265,7 @@ async def test_a_chat_with_vllm_is_the_request_in_the_panels(tmp_path: Path, to_
                     state.apply(record)
                 await asyncio.sleep(0.01)
         beside.api.hold.set()
-        async for _ in stream:
-            pass
+        await drained(stream)
         assert stream.request_id == 0 and stream.ids == [50, 51, 52] and stream.text == "one two three"
         assert stream.finish_reason == "length" and stream.metrics["cached_tokens"] == 0
         assert stream.metrics["match"]["stop"] == "empty" and stream.metrics["prompt_tokens"] == 60
@@ -297,9 +292,7 @@ async def test_the_data_parallel_ranks_are_replicas(tmp_path: Path) -> None:
             made, choice, app = await asyncio.to_thread(connect_to, addresses, "", None, None, False)
             assert isinstance(made, ReplicaSource) and app is ReplicaApp and choice.speaker == "tutor" and made.exact
             assert [replica.url for replica in made.replicas] == [engine.telemetry for engine in engines]
-        source = ReplicaSource(engines, cache=tmp_path)
-        await source.start(lambda progress: None)
-        try:
+        async with started(ReplicaSource(engines, cache=tmp_path)) as source:
             await until(lambda: [replica.metrics.running for replica in source.replicas] == [3, 4])
             assert {replica.kind for replica in source.replicas} == {"vllm"}
             second.send("add", 0.001, "cmpl-7", PROMPT, 63, None)
@@ -316,8 +309,6 @@ async def test_the_data_parallel_ranks_are_replicas(tmp_path: Path) -> None:
             second.end()
             await until(lambda: bool(source.connection), 20)
             assert not source.reason_against(source.replicas[0])
-        finally:
-            await source.close()
 
 
 async def test_vllm_is_a_replica_beside_servers_of_other_kinds(tmp_path: Path) -> None:
@@ -330,15 +321,11 @@ async def test_vllm_is_a_replica_beside_servers_of_other_kinds(tmp_path: Path) -
         made, _, _ = await asyncio.to_thread(connect_to, [other.url, beside.api.url], "", None, None, False)
         assert isinstance(made, ReplicaSource) and not made.exact
         for servers, exact in (([other.url, beside.api.url], False), ([beside.api.url, "http://127.0.0.1:9"], True)):
-            source = ReplicaSource(servers, exact=exact, cache=tmp_path)
-            await source.start(lambda progress: None)
-            try:
+            async with started(ReplicaSource(servers, exact=exact, cache=tmp_path)) as source:
                 vllm = source.replicas[servers.index(beside.api.url)]
                 await asyncio.wait_for(vllm.tried.wait(), 60)
                 await source.watch(vllm)
                 assert vllm.kind == "vllm" and (await source.snapshot())["num_blocks"] == 30
-            finally:
-                await source.close()
         await other.kill()
 
 
@@ -375,8 +362,7 @@ async def test_an_engine_without_an_endpoint_is_watched(tmp_path: Path) -> None:
             assert (await source.snapshot())["num_blocks"] == 30
             stream = source.submit(PROMPT, SamplingParams(max_tokens=3))
             with pytest.raises(EngineDead, match=f"{beside.api.url} cannot be reached"):
-                async for _ in stream:
-                    pass
+                await drained(stream)
 
 
 async def test_an_engine_with_several_groups_is_watched(tmp_path: Path) -> None:
@@ -390,8 +376,7 @@ async def test_an_engine_with_several_groups_is_watched(tmp_path: Path) -> None:
 async def test_an_answer_ends_when_the_records_do_not_come(tmp_path: Path) -> None:
     async with beside_vllm() as beside, attached(beside, tmp_path) as source:
         stream = source.submit(PROMPT, SamplingParams(max_tokens=3))
-        async for _ in stream:
-            pass
+        await drained(stream)
         assert stream.finish_reason == "length" and stream.metrics["cached_tokens"] is None
 
 

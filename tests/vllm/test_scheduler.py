@@ -22,7 +22,7 @@ from tests.support.vllm_direct import Direct, watch_steps
 from tests.support.vllm_driver import Load, make_scheduler
 from tests.support.vllm_wild import KINDS as WILD
 from tests.support.vllm_wild import make_wild
-from tests.support.waiting import wait_until
+from tests.support.waiting import started, wait_until
 
 STEPS = 400
 KINDS = [
@@ -248,20 +248,18 @@ async def test_two_data_parallel_ranks_are_found_and_shown_as_replicas(monkeypat
         load = Load(scheduler, rank + 1)
         load.run(60 + 40 * rank)
         scheduler._recorder.pipe.flush()
-    source = ReplicaSource(await found(api.url, 2), cache=tmp_path)
-    await source.start(lambda progress: None)
     try:
-        for scheduler, replica in zip(schedulers, source.replicas, strict=True):
-            await source.watch(replica)
-            state = State.from_snapshot(await source.snapshot())
-            while state.step < scheduler._recorder.step:  # the watcher is still reading
+        async with started(ReplicaSource(await found(api.url, 2), cache=tmp_path)) as source:
+            for scheduler, replica in zip(schedulers, source.replicas, strict=True):
+                await source.watch(replica)
                 state = State.from_snapshot(await source.snapshot())
-            manager = scheduler.kv_cache_manager
-            tables = [manager.get_block_ids(id)[0] for id in scheduler.requests]
-            assert sorted(request.table for request in state.requests.values()) == sorted(tables) and any(tables)
-            assert state.counts[FREE] + state.counts[CACHED] == manager.block_pool.get_num_free_blocks()
+                while state.step < scheduler._recorder.step:  # the watcher is still reading
+                    state = State.from_snapshot(await source.snapshot())
+                manager = scheduler.kv_cache_manager
+                tables = [manager.get_block_ids(id)[0] for id in scheduler.requests]
+                assert sorted(request.table for request in state.requests.values()) == sorted(tables) and any(tables)
+                assert state.counts[FREE] + state.counts[CACHED] == manager.block_pool.get_num_free_blocks()
     finally:
-        await source.close()
         await api.kill()
         for scheduler in schedulers:
             scheduler.shutdown()

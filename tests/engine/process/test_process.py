@@ -24,7 +24,7 @@ from engine.process.stream import Stream
 from engine.text import early_tokenizer
 from engine.trace.state import State
 from minitui.tutor import model_dir
-from tests.support.waiting import ended, until, wait_until
+from tests.support.waiting import drained, ended, until, wait_until
 
 PROMPT = list(range(40, 100))
 
@@ -80,8 +80,7 @@ async def client(running: EngineClient) -> AsyncIterator[EngineClient]:
 
 async def read(stream: Stream) -> Stream:
     """Read an answer to its end."""
-    async for _ in stream:
-        pass
+    await drained(stream)
     return stream
 
 

@@ -40,7 +40,7 @@ from engine.worker.sampler import Drawn, Wants
 from minitui.tutor import model_dir
 from tests.support.kernels.ranks import ThreadRanks, run_in_threads
 from tests.support.models import VOCAB, Driver, eager, make_request, make_runner, plain_runner, reference, save
-from tests.support.waiting import ended, wait_until
+from tests.support.waiting import drained, ended, wait_until
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
@@ -423,10 +423,8 @@ async def test_two_processes_answer_as_one_and_none_outlives_the_other(tmp_path:
         async for _ in (stream := client.submit(prompt, params)):
             cancelled.cancel()
         assert stream.ids == expected
-        async for _ in cancelled:
-            pass
-        async for _ in (again := client.submit(prompt, params)):
-            pass
+        await drained(cancelled)
+        await drained(again := client.submit(prompt, params))
         assert again.ids == expected and again.metrics["cached_tokens"] >= 48
         records = {record[2]: record for record in client.drain_records() if record[2] in ("comm", "time")}
         comm, timing = records["comm"], records["time"]
