@@ -77,19 +77,25 @@ class Hybrid:
         self.view.frame(self.now)
 
 
-def two_prompts() -> Hybrid:
+def two_prompts(*groups: SideGroup) -> Hybrid:
     """The second prompt has the same 40 tokens: full attention has them, the state has a checkpoint at 32."""
-    hybrid = Hybrid(STATES)
+    hybrid = Hybrid(*groups)
     hybrid.ask([*SHARED, 41, 42, 43, 44, 45])
     hybrid.ask([*SHARED, 1, 2, 3, 4, 5])
     return hybrid
 
 
-def test_each_group_has_a_strip_with_the_numbers_of_its_pool() -> None:
+def in_mid_answer() -> tuple[Hybrid, Request]:
+    """A request that decodes; its prompt begins with that of a finished one."""
     hybrid = Hybrid()
     hybrid.ask(SHARED)
-    hybrid.add([*SHARED, 7, 8], tokens=30)
-    hybrid.step(4)
+    request = hybrid.add([*SHARED, 7, 8], tokens=30)
+    hybrid.step(3)
+    return hybrid, request
+
+
+def test_each_group_has_a_strip_with_the_numbers_of_its_pool() -> None:
+    hybrid, _ = in_mid_answer()
     state = hybrid.view.history.live.state
     found = strips(state)
     assert [strip.name for strip in found] == ["full", "window 12", "state"]
@@ -119,7 +125,7 @@ def test_a_model_with_one_kind_of_memory_has_no_strips() -> None:
 
 
 def test_a_hit_that_was_cut_names_the_group_the_position_and_the_time() -> None:
-    hybrid = two_prompts()
+    hybrid = two_prompts(STATES)
     view = hybrid.view
     [hit] = [event for event in view.history.events.newest_first() if event.kind == "hit"]
     words = view.texts.event(hit)
@@ -153,9 +159,7 @@ def test_the_end_of_a_hit_is_told_of_a_finished_request_too() -> None:
 
 
 def test_the_tree_marks_what_each_group_holds_of_a_node() -> None:
-    hybrid = Hybrid()
-    hybrid.ask([*SHARED, 41, 42, 43, 44, 45])
-    hybrid.ask([*SHARED, 1, 2, 3, 4, 5])
+    hybrid = two_prompts()
     state = hybrid.view.history.live.state
     windows, states = state.groups
     for node in state.nodes.values():
@@ -171,9 +175,7 @@ def test_the_tree_marks_what_each_group_holds_of_a_node() -> None:
 
 
 def test_the_tree_as_a_table_names_where_each_group_goes_on() -> None:
-    hybrid = Hybrid()
-    hybrid.ask([*SHARED, 41, 42, 43, 44, 45])
-    hybrid.ask([*SHARED, 1, 2, 3, 4, 5])
+    hybrid = two_prompts()
     state, tree = hybrid.view.history.live.state, RadixTree()
     tree.bars = False
     for width, all_fit in ((160, True), (50, False)):
@@ -224,10 +226,7 @@ def test_records_of_pages_become_events_and_sentences() -> None:
 
 
 def test_the_inspector_names_the_pages_of_requests_nodes_and_blocks() -> None:
-    hybrid = Hybrid()
-    hybrid.ask(SHARED)
-    request = hybrid.add([*SHARED, 7, 8], tokens=30)
-    hybrid.step(3)
+    hybrid, request = in_mid_answer()
     view = hybrid.view
     state = view.history.live.state
     lines = dict(tell(view, "request", request.id).lines)
@@ -245,7 +244,7 @@ def test_the_inspector_names_the_pages_of_requests_nodes_and_blocks() -> None:
 
 
 def test_the_order_of_eviction_of_a_group_is_the_engines() -> None:
-    hybrid = two_prompts()
+    hybrid = two_prompts(STATES)
     state = hybrid.view.history.live.state
     [pool] = state.groups
     told = [page for page, _, _ in evicted_next(state, pool, 100)]
@@ -261,10 +260,7 @@ def test_the_order_of_eviction_of_a_group_is_the_engines() -> None:
 
 
 def test_prometheus_has_the_use_of_each_group() -> None:
-    hybrid = Hybrid()
-    hybrid.ask(SHARED)
-    hybrid.add([*SHARED, 7, 8], tokens=30)
-    hybrid.step(3)
+    hybrid, _ = in_mid_answer()
     metrics = Metrics()
     metrics.measure(hybrid.view.history.live.state)
     page = metrics.page("m")
@@ -274,10 +270,7 @@ def test_prometheus_has_the_use_of_each_group() -> None:
 
 
 def test_the_block_table_has_a_row_for_each_group() -> None:
-    hybrid = Hybrid()
-    hybrid.ask(SHARED)
-    request = hybrid.add([*SHARED, 7, 8], tokens=30)
-    hybrid.step(3)
+    hybrid, request = in_mid_answer()
     state = hybrid.view.history.live.state
     for width, height in ((100, 6), (100, 30), (40, 30)):
         picture = texts(BlockTable().picture(hybrid.view, width, height).rows)
@@ -323,7 +316,7 @@ def test_pages_of_blocks_that_do_not_fit_are_counted() -> None:
 
 
 def test_the_origin_of_a_prompt_is_shown_for_each_group() -> None:
-    view = two_prompts().view
+    view = two_prompts(STATES).view
     for height, first in ((6, 2), (4, 0)):
         rows = texts(PromptOrigin().picture(view, 60, height).rows)
         assert rows[first].startswith("full ") and rows[first].endswith(" 40")

@@ -62,6 +62,15 @@ async def running(
             yield app, pilot, screen
 
 
+@contextlib.asynccontextmanager
+async def in_mid_answer(**options: Any) -> AsyncIterator[tuple[MinituiApp, Pilot[Any], ChatScreen]]:
+    """As `running`, when the first letters of an answer of 3,000 are there."""
+    async with running(FakeSource(lambda prompt: "y" * 3000, speed=0.002), **options) as (app, pilot, screen):
+        app.submit("go on")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        yield app, pilot, screen
+
+
 async def ask(app: MinituiApp, pilot: Pilot[Any], text: str) -> None:
     session = app.session
     assert app.screen.query_one(Prompt).has_focus, "letters would be keys"
@@ -249,10 +258,7 @@ async def test_letters_act_only_outside_the_prompt_and_the_footer_says_which():
 
 
 async def test_escape_cancels_the_answer_before_it_leaves_the_prompt():
-    async with running(FakeSource(lambda prompt: "y" * 3000, speed=0.002)) as (app, pilot, screen):
-        await type_text(pilot, "go on")
-        await press(pilot, "enter")
-        await until(pilot, lambda: app.session.messages[-1].text)
+    async with in_mid_answer() as (app, pilot, screen):
         await press(pilot, "escape")
         await until(pilot, lambda: not app.session.busy)
         assert app.session.state == "cancelled"
@@ -263,11 +269,7 @@ async def test_escape_cancels_the_answer_before_it_leaves_the_prompt():
 @pytest.mark.parametrize("key", ["ctrl+g", "f8"])
 async def test_a_key_leaves_the_prompt_while_the_answer_goes_on(key):
     keys = {"keys": key} if key != "ctrl+g" else {}
-    async with running(FakeSource(lambda prompt: "y" * 3000, speed=0.002), size=(80, 24), keys=keys) as parts:
-        app, pilot, screen = parts
-        await type_text(pilot, "go on")
-        await press(pilot, "enter")
-        await until(pilot, lambda: app.session.messages[-1].text)
+    async with in_mid_answer(size=(80, 24), keys=keys) as (app, pilot, screen):
         footer = screen.query_one(StatusBar)
         assert f"esc cancel  {key} keys  / commands" in footer.text
         await press(pilot, key)
@@ -281,10 +283,7 @@ async def test_a_key_leaves_the_prompt_while_the_answer_goes_on(key):
 
 
 async def test_a_click_on_a_tab_shows_its_screen_from_within_the_prompt():
-    async with running(FakeSource(lambda prompt: "y" * 3000, speed=0.002)) as (app, pilot, screen):
-        await type_text(pilot, "go on")
-        await press(pilot, "enter")
-        await until(pilot, lambda: app.session.messages[-1].text)
+    async with in_mid_answer() as (app, pilot, screen):
         for mode, label in (("lecture", "3 Lecture"), ("inspect", "2 Inspect"), ("chat", "1 Chat")):
             bar = app.screen.query_one(TopBar)
             await until(pilot, lambda bar=bar, label=label: label in bar.text)
@@ -526,10 +525,8 @@ async def test_freezing_stops_the_picture_not_the_engine():
 
 
 async def test_the_engines_death_is_told_and_one_key_starts_it_again():
-    source = FakeSource(lambda prompt: "y" * 2000, speed=0.002)
-    async with running(source) as (app, pilot, screen):
-        app.submit("go")
-        await until(pilot, lambda: app.session.messages[-1].text)
+    async with in_mid_answer() as (app, pilot, screen):
+        source = app.source
         source.die("the engine process ended by signal SIGKILL")
         await until(pilot, lambda: isinstance(app.screen, EngineDownDialog))
         assert "SIGKILL" in "".join(str(s.render()) for s in app.screen.query("Static"))
@@ -567,10 +564,8 @@ async def test_an_engine_that_hangs_is_told_until_it_answers_again():
 
 
 async def test_escape_then_q_quits_while_the_engine_hangs():
-    source = FakeSource(lambda prompt: "y" * 2000, speed=0.002)
-    async with running(source) as (app, pilot, screen):
-        app.submit("go")
-        await until(pilot, lambda: app.session.messages[-1].text)
+    async with in_mid_answer() as (app, pilot, screen):
+        source = app.source
         source.abort = lambda stream: None  # nothing is acknowledged any more
         hung(source)
         await until(pilot, lambda: isinstance(app.screen, EngineDownDialog))
@@ -583,11 +578,8 @@ async def test_escape_then_q_quits_while_the_engine_hangs():
 
 
 async def test_an_answer_cancelled_twice_ends_without_the_engines_word():
-    source = FakeSource(lambda prompt: "y" * 2000, speed=0.002)
-    async with running(source) as (app, pilot, _screen):
-        app.submit("go")
-        await until(pilot, lambda: app.session.messages[-1].text)
-        source.abort = lambda stream: None
+    async with in_mid_answer() as (app, pilot, _screen):
+        app.source.abort = lambda stream: None
         await press(pilot, "escape")
         assert app.session.busy
         await press(pilot, "escape")
@@ -637,9 +629,7 @@ async def test_ascii_mode_draws_only_ascii():
 
 async def test_leaving_keeps_the_answer_as_far_as_it_is(tmp_path: Path):
     path = tmp_path / "chats.sqlite"
-    async with running(FakeSource(lambda prompt: "y" * 3000, speed=0.002), store=Store(path)) as (app, pilot, _screen):
-        app.submit("go on")
-        await until(pilot, lambda: app.session.messages[-1].text)
+    async with in_mid_answer(store=Store(path)) as (app, pilot, _screen):
         await press(pilot, "escape")
         app.submit("once more")
         await until(pilot, lambda: app.session.messages[-1].text)
@@ -650,11 +640,8 @@ async def test_leaving_keeps_the_answer_as_far_as_it_is(tmp_path: Path):
 
 
 async def test_thinking_is_folded_and_unfolds():
-    async with running(FakeSource(lambda prompt: "<think>first this, then that</think>\n\nSo: yes.")) as (
-        app,
-        pilot,
-        screen,
-    ):
+    source = FakeSource(lambda prompt: "<think>first this, then that</think>\n\nSo: yes.")
+    async with running(source) as (app, pilot, screen):
         await ask(app, pilot, "why")
         assert "thinking: 4 words" in screen.transcript.text
         assert "then that" not in screen.transcript.text

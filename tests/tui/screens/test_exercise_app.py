@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
+
+from textual.pilot import Pilot
 
 from minitui.chat.sessions import Chats
 from minitui.exercises.attempt import Attempt, Attempts
@@ -26,12 +31,21 @@ def exercise_app(tmp_path: Path, text: str, cpu: float = 2.0) -> ExerciseApp:
     return ExerciseApp(exercise, Chats(exercise), Settings(), system="")
 
 
-async def test_a_file_that_is_saved_runs_and_the_panels_go_to_the_step_of_its_fault(tmp_path) -> None:
-    app = exercise_app(tmp_path, source("evict", PLANTED["evict"]["in use"][0]))
-    async with app.run_test(size=(150, 44)) as pilot:
+@contextlib.asynccontextmanager
+async def shown(
+    app: ExerciseApp, size: tuple[int, int], result: str
+) -> AsyncIterator[tuple[Pilot[Any], ExerciseScreen]]:
+    """Runs the application until its panel of the result has this text."""
+    async with app.run_test(size=size) as pilot:
         screen = app.screen
         assert isinstance(screen, ExerciseScreen)
-        await until(pilot, lambda: screen.is_mounted and "`evict` returned node" in screen.result.text)
+        await until(pilot, lambda: screen.is_mounted and result in screen.result.text)
+        yield pilot, screen
+
+
+async def test_a_file_that_is_saved_runs_and_the_panels_go_to_the_step_of_its_fault(tmp_path) -> None:
+    app = exercise_app(tmp_path, source("evict", PLANTED["evict"]["in use"][0]))
+    async with shown(app, (150, 44), "`evict` returned node") as (pilot, screen):
         attempt = app.exercise_source.attempt
         assert attempt is not None and attempt.step is not None
         await until(pilot, lambda: app.replay.ended)
@@ -79,10 +93,7 @@ def test_a_score_that_cannot_be_better_says_so() -> None:
 async def test_what_the_function_printed_in_the_last_step_is_shown_whole_and_each_node_has_its_name(tmp_path) -> None:
     body = "print('nodes', 'word ' * 30, 'end', len(nodes))\n    " + PLANTED["evict"]["oldest"][0]
     app = exercise_app(tmp_path, source("evict", body))
-    async with app.run_test(size=(150, 44)) as pilot:
-        screen = app.screen
-        assert isinstance(screen, ExerciseScreen)
-        await until(pilot, lambda: screen.is_mounted and "`evict` returned node" in screen.result.text)
+    async with shown(app, (150, 44), "`evict` returned node") as (pilot, screen):
         attempt = app.exercise_source.attempt
         assert attempt is not None and f"printed in step {attempt.step}:" in screen.result.text
         assert re.search(r"word end \d+ ", " ".join(screen.result.text.split())), "the line is wrapped, not cut"
@@ -113,10 +124,7 @@ async def test_the_file_opens_at_the_function_and_says_how_much_more_there_is(tm
 
 async def test_a_save_during_a_run_stops_it_and_shows_the_new_file_at_once(tmp_path) -> None:
     app = exercise_app(tmp_path, source("evict", GOOD["evict"]), cpu=20.0)
-    async with app.run_test(size=(150, 44)) as pilot:
-        screen = app.screen
-        assert isinstance(screen, ExerciseScreen)
-        await until(pilot, lambda: screen.is_mounted and "Score 100" in screen.result.text)
+    async with shown(app, (150, 44), "Score 100") as (pilot, screen):
         app.exercise_source.file.write_text(source("evict", "while True: pass  # for ever"), encoding="utf-8")
         await until(pilot, lambda: "# for ever" in screen.file.text)
         await until(pilot, lambda: "Running … The result before:" in screen.result.text)
@@ -132,10 +140,7 @@ async def test_without_an_editor_the_application_says_what_to_do(tmp_path, monke
     said: list[str] = []
     app = exercise_app(tmp_path, source("evict", GOOD["evict"]))
     monkeypatch.setattr(app, "say", lambda text, error=False: said.append(text))
-    async with app.run_test(size=(80, 24)) as pilot:
-        screen = app.screen
-        assert isinstance(screen, ExerciseScreen)
-        await until(pilot, lambda: screen.is_mounted and "Score 100" in screen.result.text)
+    async with shown(app, (80, 24), "Score 100") as (pilot, screen):
         assert "def evict(nodes):" in screen.file.text and not screen.query_one("#map").display
         await press(pilot, "e")
         assert "the editor 'no-such-editor' is not installed" in said[-1] and "exercise_evict.py" in said[-1]
