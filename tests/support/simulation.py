@@ -146,6 +146,17 @@ def simulated(engine: Engine) -> Engine:
     return engine
 
 
+def run(engine: Engine, check: bool = False) -> None:
+    """Steps, of any engine, until no request is left. `check`: its data structures are checked after each step."""
+    for _ in range(100_000):
+        if not engine.has_work:
+            return
+        engine.step()
+        if check:
+            engine.check()
+    raise AssertionError("the engine did not come to an end")
+
+
 class SimulatedLaunch:
     def __init__(self, runner: SimulatedRunner, plan: StepPlan, result: StepResult) -> None:
         self.runner, self.plan, self.result = runner, plan, result

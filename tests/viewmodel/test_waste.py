@@ -11,8 +11,8 @@ from engine.core.engine import Engine
 from engine.params import SamplingParams
 from engine.trace.state import State
 from engine.trace.waste import copies_of, waste_of
-from tests.engine.core.test_scheduler_simulation import Load, make_engine, run
-from tests.support.simulation import SimulatedRunner
+from tests.engine.core.test_scheduler_simulation import Load, make_engine
+from tests.support.simulation import SimulatedRunner, run
 
 
 def computed(engine: Engine) -> int:

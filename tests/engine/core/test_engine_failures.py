@@ -11,8 +11,8 @@ from engine.build import as_engine_error
 from engine.core.engine import Engine
 from engine.errors import CheckpointError, DeviceLost
 from engine.params import SamplingParams
-from tests.engine.core.test_scheduler_simulation import make_engine, run
-from tests.support.simulation import alone
+from tests.engine.core.test_scheduler_simulation import make_engine
+from tests.support.simulation import alone, run
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
@@ -105,9 +105,7 @@ def test_a_leader_preempted_inside_its_prompt_strands_no_follower(overlap: bool)
         engine.step()
     prefix = [i % 40 for i in range(24)]
     pair = [engine.add_request([*prefix, i], SamplingParams(max_tokens=3, seed=i, ignore_eos=True)) for i in range(2)]
-    while engine.has_work:
-        engine.step()
-        engine.check()
+    run(engine, check=True)
     assert pair[0].preemptions > 0 and grower.preemptions == 0
     assert grower.output_ids == alone([7] * 12, 1, 30)
     for i, request in enumerate(pair):

@@ -15,6 +15,7 @@ from engine.core.scheduler import SchedulerConfig
 from engine.params import SamplingParams
 from engine.trace.records import RecordLog
 from minitui.dev.bench import NoDevice
+from tests.support.simulation import run
 
 STEP_S, TOKEN_S = 4e-3, 5e-5  # a step takes as long as this, and as this for each token of it
 
@@ -136,9 +137,7 @@ def test_the_blocks_counted_are_those_that_the_tree_has(hashed: int, monkeypatch
         engine.add_request(ids, params)
         for _ in range(rng.randrange(6)):
             engine.step()
-    while engine.has_work:
-        engine.step()
-        engine.check()
+    run(engine, check=True)
     assert min(checked) > 100
     assert {"evict", "preempt"} <= {record[2] for record in engine.log.drain()}
 

@@ -19,7 +19,7 @@ from engine.params import SamplingParams
 from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.side_pool import SideGroup
 from engine.trace.state import State
-from tests.support.simulation import AnyToken, SimulatedRunner, alone, simulated
+from tests.support.simulation import AnyToken, SimulatedRunner, alone, run, simulated
 
 
 def make_engine(
@@ -31,14 +31,6 @@ def make_engine(
     runner = SimulatedRunner(blocks + 1, block_size, rows, groups=tuple(groups), echo=drafts > 0)
     config = SchedulerConfig(budget, rows, max_model_len=4096, speculative_tokens=drafts, **options)  # type: ignore[arg-type]
     return simulated(Engine(runner, config, overlap=overlap, eos_ids=frozenset({49}), **of_engine))  # type: ignore[arg-type]
-
-
-def run(engine: Engine, limit: int = 100_000) -> None:
-    for _ in range(limit):
-        if not engine.has_work:
-            return
-        engine.step()
-    raise AssertionError("the engine did not come to an end")
 
 
 class Load:
@@ -485,8 +477,7 @@ def test_a_reply_whose_grammar_cannot_be_followed_ends_with_that_error_and_the_o
     broken = engine.add_request([1, 2, 3], SamplingParams(max_tokens=6, seed=1, ignore_eos=True))
     broken.grammar = AnyToken(most=3)
     free = engine.add_request([4, 5, 6], SamplingParams(max_tokens=12, seed=2, ignore_eos=True))
-    while engine.has_work:
-        engine.step()
+    run(engine)
     assert broken.output_ids == alone([1, 2, 3], 1, 6)[:3]
     assert broken.finish_reason == "error: the grammar is too costly"
     assert free.output_ids == alone([4, 5, 6], 2, 12)

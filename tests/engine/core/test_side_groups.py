@@ -20,6 +20,7 @@ from minitui.trace import check
 from minitui.trace.check import Follower
 from tests.engine.core import test_scheduler_simulation as simulation
 from tests.engine.core.test_scheduler_simulation import Load
+from tests.support.simulation import run
 
 PARAMS = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
 
@@ -36,18 +37,9 @@ def make_engine(*groups: SideGroup, blocks: int = 200, size: int = 4, budget: in
     return simulation.make_engine(blocks, size, budget, groups=groups, **options)
 
 
-def run(engine: Engine) -> None:
-    for _ in range(10_000):
-        if not engine.has_work:
-            return
-        engine.step()
-        engine.check()
-    raise AssertionError("the engine did not come to an end")
-
-
 def ask(engine: Engine, ids: list[int]) -> Request:
     request = engine.add_request(ids, PARAMS)
-    run(engine)
+    run(engine, check=True)
     return request
 
 
@@ -94,7 +86,7 @@ def test_a_window_is_served_only_where_its_pages_are_left() -> None:
 def test_a_reply_leaves_a_checkpoint_behind_for_the_next_turn() -> None:
     engine = make_engine(states(6), checkpoint_interval=1000)
     first = engine.add_request(list(range(10)), SamplingParams(max_tokens=21, seed=3, ignore_eos=True))
-    run(engine)
+    run(engine, check=True)
     following = ask(engine, [*first.ids, 7, 8])
     assert following.cached_tokens == (len(first.ids) - 1) // 4 * 4
 
@@ -190,7 +182,7 @@ def test_an_impossible_record_of_a_side_group_is_refused(kind: str) -> None:
     state = State.from_snapshot(engine.snapshot())
     for ids in (range(11), range(11), range(20, 40)):
         engine.add_request(list(ids), PARAMS)
-        run(engine)
+        run(engine, check=True)
     follower, refused = Follower(state), False
     for record in engine.log.drain():
         if kind_of(record) == kind and not refused:

@@ -14,8 +14,8 @@ from engine.core.scheduler import SchedulerConfig
 from engine.params import SamplingParams
 from engine.trace.kind import as_dict
 from tests.engine.core import test_scheduler_simulation as simulation
-from tests.engine.core.test_scheduler_simulation import Load, run
-from tests.support.simulation import AnyToken, SimulatedRunner, alone
+from tests.engine.core.test_scheduler_simulation import Load
+from tests.support.simulation import AnyToken, SimulatedRunner, alone, run
 
 
 def make_engine(blocks: int = 64, block_size: int = 4, budget: int = 64, tokens: int = 4, **options: object) -> Engine:

@@ -14,6 +14,7 @@ from engine.core.scheduler import SchedulerConfig
 from engine.params import SamplingParams
 from engine.text.output import OutputProcessor
 from tests.support.models import VOCAB, held, make_runner, reference, save
+from tests.support.simulation import run
 
 EOS = frozenset({2})
 
@@ -31,13 +32,6 @@ def make_engine(checkpoint: Path, blocks: int = 200, budget: int = 64, rows: int
     )
     config = SchedulerConfig(budget, rows, 256, **options)
     return Engine(runner, config, overlap=overlap, prefix_caching=caching, eos_ids=EOS)
-
-
-def run(engine: Engine, check: bool = True) -> None:
-    while engine.has_work:
-        engine.step()
-        if check:
-            engine.check()
 
 
 def requests_of(seed: int) -> list[tuple[list[int], SamplingParams]]:
@@ -66,7 +60,7 @@ def alone(checkpoint: Path) -> dict[int, list[list[int]]]:
         engine = make_engine(checkpoint, budget=256, prefix_caching=False)
         for ids, params in requests_of(seed):
             request = engine.add_request(ids, params)
-            run(engine)
+            run(engine, check=True)
             found[seed].append(request.output_ids)
     return found
 
@@ -113,13 +107,13 @@ def test_a_cached_prefix_does_not_change_the_answer_wherever_it_is_cut(checkpoin
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=None, logprobs=3)
     engine = make_engine(checkpoint)
     expected = engine.add_request(ids, params)
-    run(engine)
+    run(engine, check=True)
     for cut in range(1, 30):
         engine.clear_cache()
         engine.add_request(ids[:cut], SamplingParams(temperature=0.0, max_tokens=1))
-        run(engine)
+        run(engine, check=True)
         request = engine.add_request(ids, params)
-        run(engine)
+        run(engine, check=True)
         assert request.output_ids == expected.output_ids, cut
         assert request.cached_tokens == cut // 4 * 4
 
@@ -131,7 +125,7 @@ def test_n_samples_of_one_prompt_differ_share_their_prompt_and_repeat_with_the_s
     def draw() -> list[list[int]]:
         engine = make_engine(checkpoint)
         requests = [engine.add_request(ids, params, sample_index=i) for i in range(4)]
-        run(engine)
+        run(engine, check=True)
         assert [r.cached_tokens for r in requests] == [0, 40, 40, 40]
         return [r.output_ids for r in requests]
 

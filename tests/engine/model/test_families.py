@@ -34,6 +34,7 @@ from tests.support.families import FAMILIES, checkpoint
 from tests.support.kernels.ranks import run_in_threads
 from tests.support.models import VOCAB, Driver, make_request, make_runner, plain_runner, prompt
 from tests.support.parity import PROMPT, compiled_or_not, decodes_on_a_cpu, our_logits, their_logits  # noqa: F401 (a fixture)
+from tests.support.simulation import run
 
 SEEDS = range(int(os.environ.get("FAMILY_CONFIGS", "1")))
 REPLY = 10
@@ -99,8 +100,7 @@ def test_tokens_equal_those_of_transformers_on_every_schedule(kind: str, seed: i
         requests.append(engine.add_request(ids, params))
         for _ in range(3):
             engine.step()
-    while engine.has_work:
-        engine.step()
+    run(engine)
     assert [request.output_ids for request in requests] == expected
 
 

@@ -23,6 +23,7 @@ from engine.text.structured import Grammars
 from engine.text.tokenizer import Tokenizer
 from minitui.tutor import model_dir
 from tests.support.models import VOCAB, make_request, make_runner, reference, save
+from tests.support.simulation import run
 
 
 class Script:
@@ -75,15 +76,9 @@ def ask(engine: Engine, ids: Sequence[int] = (5, 6, 7), **params: Any) -> Reques
     return engine.add_request(list(ids), SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **params}))
 
 
-def run(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
-        engine.check()
-
-
 def reply(engine: Engine, **params: Any) -> list[int]:
     request = ask(engine, **params)
-    run(engine)
+    run(engine, check=True)
     assert not request.finish_reason.startswith("error"), request.finish_reason
     return request.output_ids
 
@@ -94,7 +89,7 @@ def test_only_allowed_tokens_are_drawn_and_neighbours_draw_as_before(checkpoint:
     allowed = [token for token in range(VOCAB) if token not in free][::3]
     limited, other = ask(engine, allowed_token_ids=allowed), ask(engine)
     sampled = ask(engine, allowed_token_ids=allowed, temperature=2.0, seed=3)
-    run(engine)
+    run(engine, check=True)
     assert set(limited.output_ids) <= set(allowed) and other.output_ids == free
     assert set(sampled.output_ids) <= set(allowed) and len(set(sampled.output_ids)) > 3
     assert reply(engine, allowed_token_ids=range(VOCAB)) == free, "a list of all tokens changes nothing"
@@ -178,7 +173,7 @@ def test_an_end_id_outside_the_vocabulary_masks_nothing_of_another_request(check
         engine = make_engine(checkpoint, eos={VOCAB + token, 2 * VOCAB + 3, -1})
         first = ask(engine, [8, 9], min_tokens=8, max_tokens=8)
         second = ask(engine, max_tokens=8)
-        run(engine)
+        run(engine, check=True)
         assert second.output_ids == expected
         assert (first.finish_reason, len(first.output_ids)) == ("length", 8)
 
@@ -198,7 +193,7 @@ def test_masks_that_leave_nothing_end_their_request_with_a_sentence_and_no_other
     whole = ask(engine, regex="ends", min_tokens=2)
     empty = ask(engine, regex="empty")
     other = ask(engine, max_tokens=8, ignore_eos=True)
-    run(engine)
+    run(engine, check=True)
     assert early.finish_reason == (
         "error: after 2 tokens the reply's grammar allows only the end of the reply, which min_tokens = 5 forbids: "
         "lower min_tokens or allow more tokens"

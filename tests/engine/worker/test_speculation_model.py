@@ -17,9 +17,10 @@ from engine.errors import EngineError
 from engine.params import SamplingParams
 from engine.text.output import OutputProcessor
 from minitui.cli.options import engine_config
-from tests.engine.model.test_engine_model import SCHEDULES, make_engine, run
+from tests.engine.model.test_engine_model import SCHEDULES, make_engine
 from tests.engine.test_output import Letters
 from tests.support.models import VOCAB, Driver, eager, make_request, make_runner, reference, save
+from tests.support.simulation import run
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,7 @@ def test_the_engine_reports_its_speculation(checkpoint: Path) -> None:
     assert built.info.speculation == {"method": "prompt-lookup", "tokens": 6} and built.info.overlap is False
     assert any("not overlapped" in note for note in built.info.notes)
     request = built.engine.add_request([5, 6, 7] * 8, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
-    run(built.engine)
+    run(built.engine, check=True)
     assert request.drafted_tokens > 0
 
 
