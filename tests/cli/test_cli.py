@@ -345,6 +345,17 @@ def test_doctor_names_the_cards_that_it_knows(here):
     assert "must be one of RTX 3060, " in here("doctor", "--gpu", "RTX").stderr
 
 
+@pytest.fixture
+def shown_in_browsers(monkeypatch):
+    """For each application that would be shown in browsers: its settings, and whether it has an engine of its own."""
+    pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
+    import minitui.web.serve
+
+    seen = []
+    monkeypatch.setattr(minitui.web.serve, "run_web", lambda web, *own: seen.append((web, bool(own))) or 0)
+    return seen
+
+
 @pytest.mark.parametrize(("words", "applications", "engine", "tabs"), [
     ("chat --web --system Be\\ terse --temperature 0 --top-k 9 --unicode --fps 5 --kv-blocks 9 --ignore-eos",
      "chat --ignore-eos --top-k=9 --system=Be\\ terse --temperature=0.0 --unicode --fps=5", True, 32),
@@ -360,30 +371,21 @@ def test_doctor_names_the_cards_that_it_knows(here):
     ("replay small-pool --web --speed 2 --allowed-host a.example", "replay --speed=2.0 -- small-pool", False, 32),
 ])
 def test_an_application_in_a_browser_gets_the_options_as_they_are_typed(
-    words, applications, engine, tabs, here, monkeypatch
+    words, applications, engine, tabs, here, shown_in_browsers
 ):
-    pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
-    import minitui.web.serve
-
-    seen = []
-    monkeypatch.setattr(minitui.web.serve, "run_web", lambda web, *own: seen.append((web, bool(own))) or 0)
     assert here(*shlex.split(words)).returncode == 0
-    [(web, own)] = seen
+    [(web, own)] = shown_in_browsers
     assert sorted(web.words) == sorted(shlex.split(applications)) and web.words[0] == words.split()[0]
     assert (own, web.tabs, web.mirror) == (engine, tabs, "--mirror" in words)
     assert web.link == ("paging" if "paging" in words else "class") and len(web.token) == 10
     assert web.names == (("a.example",) if "--allowed-host" in words else ())
 
 
-def test_a_key_does_not_become_a_word_of_the_processes_of_a_browser(here, monkeypatch):
-    pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
-    import minitui.web.serve
-
-    seen = []
-    monkeypatch.setattr(minitui.web.serve, "run_web", lambda web: seen.extend(web.words) or 0)
+def test_a_key_does_not_become_a_word_of_the_processes_of_a_browser(here, monkeypatch, shown_in_browsers):
     monkeypatch.setenv("MINITUI_KEY", "")
     assert here("chat", "--web", "--connect", "a:1", "--key", "open-sesame-now").returncode == 0
-    assert seen == ["chat", "--connect=a:1"] and os.environ["MINITUI_KEY"] == "open-sesame-now"
+    [(web, _)] = shown_in_browsers
+    assert [*web.words] == ["chat", "--connect=a:1"] and os.environ["MINITUI_KEY"] == "open-sesame-now"
 
 
 @pytest.mark.parametrize(("words", "said"), [

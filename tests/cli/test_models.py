@@ -23,7 +23,7 @@ from engine.worker.weights import quantised
 from minitui import tutor
 from minitui.bench.limits import write_config
 from minitui.cli.models import Machine, complete_model, examine, fit, models
-from tests.support.checkpoints.gguf_files import add_sizes
+from tests.support.checkpoints.gguf_files import add_sizes, finish
 
 GB = 10**9
 CONFIG = (tutor.model_dir() / "config.json").read_bytes()
@@ -175,10 +175,7 @@ def gguf(path: Path, architecture: str = "qwen3") -> Path:
     add_sizes(writer, config)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_tensor("token_embd.weight", np.zeros((config["vocab_size"], config["hidden_size"]), np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -83,28 +83,30 @@ def test_a_weight_that_is_no_number_is_different(bad: float | None, tmp_path: Pa
         assert not any(check["passed"] for check in checks if "transformers" in check["name"]), checks
 
 
-def test_a_model_that_transformers_cannot_run_is_one_sentence(tmp_path: Path, monkeypatch: Any) -> None:
-    directory = tmp_path / "m"
+def with_positions(number: int, directory: Path) -> str:
+    """The bundled model with this number of positions; returns its directory."""
     shutil.copytree(tutor.model_dir(), directory)
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": NEW_TOKENS + 1}))
+    (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": number}))
+    return str(directory)
+
+
+def test_a_model_that_transformers_cannot_run_is_one_sentence(tmp_path: Path, monkeypatch: Any) -> None:
+    directory = with_positions(NEW_TOKENS + 1, tmp_path / "m")
     with pytest.raises(EngineError, match="m has 21 positions; verify needs at least 22"):
-        run_verify(str(directory), "float32", "cpu", as_json=True)
+        run_verify(directory, "float32", "cpu", as_json=True)
 
     def fail(*_: Any, **__: Any) -> None:
         raise KeyError("rope_type")
 
     monkeypatch.setattr("transformers.Qwen3ForCausalLM.from_pretrained", fail)
     with pytest.raises(EngineError, match="transformers cannot run m: KeyError: 'rope_type'"):
-        run_verify(str(directory), "float32", "cpu", as_json=True)
+        run_verify(directory, "float32", "cpu", as_json=True)
 
 
 def test_a_model_of_few_positions_is_compared(tmp_path: Path, capsys: Any) -> None:
-    directory = tmp_path / "m"
-    shutil.copytree(tutor.model_dir(), directory)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": NEW_TOKENS + 2}))
-    assert run_verify(str(directory), "float32", "cpu", as_json=True) == 0, capsys.readouterr().out
+    directory = with_positions(NEW_TOKENS + 2, tmp_path / "m")
+    assert run_verify(directory, "float32", "cpu", as_json=True) == 0, capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("brief")

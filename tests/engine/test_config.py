@@ -318,15 +318,31 @@ def test_open_choices_are_decided_by_device_and_model(tmp_path: Path) -> None:
         ({"num_blocks": -1}, "num_blocks is -1"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
         ({"device": "tpu9"}, "device is 'tpu9': it must be auto, cpu, cuda"),
-        ({"device": "cpu", "max_model_len": 50000}, "max_model_len is 50,000, but .* 40,960 positions"),
+        ({"max_model_len": 50000}, "max_model_len is 50,000, but .* 40,960 positions"),
+        ({"num_blocks": 99_999_999_999}, "num_blocks is 99,999,999,999: it must be at most 2,147,483,647"),
+        ({"num_blocks": 100_000_000}, r"not enough memory .*a KV cache of 100,000,000 blocks 367,001\.60 GB"),
+        ({"num_blocks": 2_000_000_000}, "2,147,483,647 tokens can be addressed"),
+        ({"block_size": 10**12}, "block_size is 1,000,000,000,000: it must be at most 65,536"),
+        ({"kv_tokens": 10**30}, "kv_tokens is .* at most"),
+        ({"max_num_seqs": 10**9}, "max_num_seqs is 1,000,000,000: it must be at most 65,536"),
+        ({"max_num_batched_tokens": 10**12}, "max_num_batched_tokens is .* at most"),
+        ({"tensor_parallel_size": 10**6}, "tensor_parallel_size is 1,000,000: it must be at most 64"),
+        ({"cpu_threads": 10**9}, "cpu_threads is 1,000,000,000: it must be at most 1,024"),
+        ({"seed": 1 << 64}, "seed is .* 64-bit"),
+        ({"num_blocks": "64"}, "num_blocks is '64': it must be a whole number, at least 1"),
+        ({"block_size": None}, "block_size is None"),
+        ({"speculative_tokens": "8"}, "speculative_tokens is 8"),
     ],
 )
-def test_options_that_cannot_be_are_refused_with_the_numbers(
+def test_options_that_cannot_be_are_refused_with_the_numbers_before_anything_is_allocated(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
+    from engine.worker.weights.memory import check_memory
+
     model = read(tmp_path)
     with pytest.raises(EngineError, match=message):
-        resolve(EngineConfig(**options), model)
+        config = EngineConfig(**{"device": "cpu", **options})
+        check_memory(model, config, resolve(config, model), total=64 << 30)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -408,35 +424,6 @@ def test_a_generation_config_that_cannot_be_is_refused(recommended: Any, message
     (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
     with pytest.raises(CheckpointError, match=rf"generation_config\.json .*{message}"):
         Tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_blocks": 99_999_999_999}, "num_blocks is 99,999,999,999: it must be at most 2,147,483,647"),
-        ({"num_blocks": 100_000_000}, r"not enough memory .*a KV cache of 100,000,000 blocks 367,001\.60 GB"),
-        ({"num_blocks": 2_000_000_000}, "2,147,483,647 tokens can be addressed"),
-        ({"block_size": 10**12}, "block_size is 1,000,000,000,000: it must be at most 65,536"),
-        ({"kv_tokens": 10**30}, "kv_tokens is .* at most"),
-        ({"max_num_seqs": 10**9}, "max_num_seqs is 1,000,000,000: it must be at most 65,536"),
-        ({"max_num_batched_tokens": 10**12}, "max_num_batched_tokens is .* at most"),
-        ({"tensor_parallel_size": 10**6}, "tensor_parallel_size is 1,000,000: it must be at most 64"),
-        ({"cpu_threads": 10**9}, "cpu_threads is 1,000,000,000: it must be at most 1,024"),
-        ({"seed": 1 << 64}, "seed is .* 64-bit"),
-        ({"num_blocks": "64"}, "num_blocks is '64': it must be a whole number, at least 1"),
-        ({"block_size": None}, "block_size is None"),
-        ({"speculative_tokens": "8"}, "speculative_tokens is 8"),
-    ],
-)
-def test_absurd_sizes_are_refused_before_anything_is_allocated(
-    options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    from engine.worker.weights.memory import check_memory
-
-    model = read(tmp_path)
-    with pytest.raises(EngineError, match=message):
-        config = EngineConfig(device="cpu", **options)
-        check_memory(model, config, resolve(config, model), total=64 << 30)
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim"])

@@ -32,15 +32,11 @@ def idle(server: Running) -> Iterator[None]:
 
 
 def chat(server: Running, **fields: Any) -> Any:
-    answer = server.post(CHAT, {"messages": [QUESTION], "max_tokens": 12, "temperature": 0, **fields})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return server.answer(CHAT, {"messages": [QUESTION], "max_tokens": 12, "temperature": 0, **fields})
 
 
 def text(server: Running, **fields: Any) -> Any:
-    answer = server.post(TEXT, {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, **fields})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return server.answer(TEXT, {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, **fields})
 
 
 def streamed(server: Running, path: str, **fields: Any) -> list[Any]:
@@ -75,9 +71,7 @@ SPELLINGS = {  # path -> (a request, with a field that this server does not know
 @pytest.mark.parametrize("path", SPELLINGS)
 def test_an_unknown_field_is_refused(server: Running, path: str) -> None:
     body, name = SPELLINGS[path]
-    answer = server.post(path, body)
-    assert answer.status_code == 400, answer.text
-    assert f"unknown field {name}: leave it out" in answer.json()["error"]["message"]
+    assert f"unknown field {name}: leave it out" in server.answer(path, body, 400)["error"]["message"]
     assert server.post(path, {key: None if key in name else value for key, value in body.items()}).status_code == 200
 
 

@@ -27,9 +27,7 @@ ASK: dict[str, Any] = {"model": "tutor", "messages": QUESTION, "max_tokens": 200
 
 
 def ask(server: Running, **fields: Any) -> dict[str, Any]:
-    answer = server.post(URL, {**ASK, **fields})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return server.answer(URL, {**ASK, **fields})
 
 
 # ---- the wire format

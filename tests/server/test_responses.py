@@ -29,9 +29,7 @@ ALL_KINDS = {"guided_choice": [f"<think>\nhmm\n</think>\n\nOK.{CALL}"], "tools":
 
 
 def ask(server: Running, **fields: Any) -> dict[str, Any]:
-    answer = server.post(URL, {"input": QUESTION, **fields})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return server.answer(URL, {"input": QUESTION, **fields})
 
 
 def text_of(response: dict[str, Any]) -> str:

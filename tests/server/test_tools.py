@@ -35,15 +35,11 @@ def tool(name: str, parameters: Any) -> dict[str, Any]:
 
 
 def ask(server: Running, **fields: Any) -> dict[str, Any]:
-    answer = server.post(CHAT, {"messages": QUESTION, "max_tokens": 300, **fields})
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]
+    return server.answer(CHAT, {"messages": QUESTION, "max_tokens": 300, **fields})["choices"][0]
 
 
 def fault(server: Running, **fields: Any) -> dict[str, Any]:
-    answer = server.post(CHAT, {"messages": QUESTION, "max_tokens": 4, **fields})
-    assert answer.status_code == 400, answer.text
-    return answer.json()["error"]
+    return server.answer(CHAT, {"messages": QUESTION, "max_tokens": 4, **fields}, 400)["error"]
 
 
 # ---- forced tools

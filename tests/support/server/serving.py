@@ -41,6 +41,12 @@ class Running:
     def post(self, path: str, body: Any, **options: Any) -> Any:
         return self.http.post(path, json=body, **options)
 
+    def answer(self, path: str, body: Any, status: int = 200) -> Any:
+        """POST; returns the JSON of an answer that must have this status."""
+        answer = self.post(path, body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
     def set(self, patch: pytest.MonkeyPatch, **settings: Any) -> None:
         """Change settings until the end of the test."""
         patch.setattr(self.service, "settings", dataclasses.replace(self.service.settings, **settings))

@@ -44,6 +44,13 @@ def run_to_a_hit() -> tuple[View, list[int], int]:
     raise AssertionError("the simulated engine had no hit")
 
 
+def classroom() -> tuple[View, Hit]:
+    _, view = stress_view(CLASSROOM, 4.0, 40)
+    hit = last_hit(view)
+    assert hit is not None and hit.source is not None
+    return view, hit
+
+
 def cells_in(picture: list[tuple[tuple[str, str], ...]], fill: str) -> list[str]:
     return [text for row in picture for text, style in row if fill in Palette.parts(style)[:2]]
 
@@ -66,9 +73,7 @@ def test_the_reused_blocks_light_up_in_map_tree_and_table_at_once():
 
 
 def test_the_card_has_the_figures_of_both_requests():
-    _, view = stress_view(CLASSROOM, 4.0, 40)
-    hit = last_hit(view)
-    assert hit is not None and hit.source is not None
+    view, hit = classroom()
     state = view.moment.shown.state
     for width, _ in SIZES:
         card = rows(view, hit, width)
@@ -87,9 +92,7 @@ def test_the_card_has_the_figures_of_both_requests():
 
 
 def test_on_a_phone_no_figure_covers_another():
-    _, view = stress_view(CLASSROOM, 4.0, 40)
-    hit = last_hit(view)
-    assert hit is not None and hit.source is not None
+    view, hit = classroom()
     view.texts.group_names = {hit.source.request.group: "#9 tokens", hit.lane.request.group: "#12 paging"}
     sooner = Hit(hit.lane, 23.5, replace(hit.source, ttft=(5.0, 200.0)))
     for width in range(34, 110):
@@ -103,9 +106,7 @@ def test_on_a_phone_no_figure_covers_another():
 
 
 def test_the_quotient_of_the_times_is_in_large_digits():
-    _, view = stress_view(CLASSROOM, 4.0, 40)
-    hit = last_hit(view)
-    assert hit is not None and hit.source is not None
+    view, hit = classroom()
     source = replace(hit.source, ttft=(5.0, 200.0))
     sooner = Hit(hit.lane, 23.5, source)
     assert sooner.times_sooner == pytest.approx(8.51, abs=0.01), "without the queue"
