@@ -28,6 +28,7 @@ from minitui.tui.apps.demo import play_in_app
 from minitui.tui.apps.lesson_app import LessonApp
 from minitui.tui.screens.compare import CompareScreen
 from minitui.tui.screens.lesson import LessonScreen
+from minitui.tui.widgets.chat.transcript import Transcript
 from minitui.viewmodel.compare.runs import recorded_view
 
 MAX_TOKENS = {"lesson": 60, "question": 200, "chat": 200}  # of an answer; demos and comparisons have their own
@@ -174,7 +175,9 @@ class ClassApp(LessonApp, DemoApp):
         if scene.paused:
             await self.stage.gate()
         await self.source.control("pace", factor=scene.slow)
-        self.switch_mode(scene.screen or "chat")
+        await self.switch_mode(scene.screen or "chat")
+        if transcripts := self.screen.query(Transcript):  # not the prompt: the next keys are J and X
+            self.screen.set_focus(transcripts.first())
 
     def switch_mode(self, mode: str) -> Any:
         """Show a screen. A recording has no chats."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from textual.widgets import TextArea
+
 from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import choose_model, load_codec
 from minitui.chat.sessions import Chats
@@ -87,6 +89,7 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
             await until(pilot, lambda: "f8 next scene  f9 scenes" in app.screen.query_one(StatusBar).text)
             if scene.kind in ("question", "chat"):
                 await until(pilot, lambda scene=scene: app.pace == scene.slow)
+                assert not isinstance(app.focused, TextArea), "the keys of the notes are typed into the prompt"
             assert app.scene_name == f"scene {number + 1}: {scene.title}"
             minute[0] += scene.minutes
             if number + 1 < len(sheet.scenes):
