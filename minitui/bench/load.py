@@ -268,7 +268,7 @@ async def send(client: Any, planned: Planned, began: float) -> Outcome:
     ended = False
     path = "/v1/chat/completions" if planned.chat else "/v1/completions"
     try:
-        async with client.stream("POST", path, json=planned.body, extensions=ANSWER.extension()) as response:
+        async with client.stream("POST", path, json=planned.body, extensions=ANSWER) as response:
             if response.status_code == 429:
                 outcome.error = "refused (429)"
             await check(response)

@@ -256,7 +256,6 @@ def _bundled_weights() -> str:
     """Returns the kind of weights that the bundled model, a bfloat16 checkpoint, has on this CPU; "none": float32."""
     import torch
 
-    from engine.config import EngineConfig
     from engine.model.hf.config import read_model_config
     from engine.worker.weights.quantised import choose
     from minitui import tutor

@@ -93,8 +93,12 @@ class Machine:
 
     @staticmethod
     def here() -> Machine:
-        free, on_gpu = largest_memory()
-        return Machine(free, 0.0, capability()) if on_gpu else Machine(None, cpu_read_speed())
+        import torch
+
+        if not torch.cuda.is_available():
+            return Machine(None, cpu_read_speed())
+        free = max(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+        return Machine(free, 0.0, capability())
 
 
 def examine(snapshot: Snapshot, machine: Machine) -> Model:
@@ -193,15 +197,6 @@ def kinds_on_gpu(config: ModelConfig, machine: Machine) -> dict[str, str]:
                 return {"int4": "yes, in 4 bits as stored"}
             kinds["int4"] = "with --quantization int4"
     return kinds
-
-
-def largest_memory() -> tuple[float, bool]:
-    """Returns the free bytes of the largest GPU and True; without a GPU, the bytes of this machine and False."""
-    import torch
-
-    if torch.cuda.is_available():
-        return float(max(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))), True
-    return memory_gib() * 2**30, False
 
 
 def capability() -> tuple[int, int]:

@@ -12,14 +12,8 @@ import typer
 
 from engine.config import MOST, EngineConfig
 from engine.errors import EngineError
+from minitui.cli.models import complete_model
 from minitui.sampling import OPTIONS
-
-
-def complete_model(incomplete: str) -> list[str]:
-    """Returns what a shell offers for --model; it is imported late, because other commands need no models."""
-    from minitui.cli.models import complete_model
-
-    return complete_model(incomplete)
 
 
 def valid_text(value: str | None) -> str | None:

@@ -107,9 +107,13 @@ def what_if(scene: Scene, folder: Path) -> RecordingsApp:
 
 async def take(name: str, directory: Path) -> Path:
     """Runs a scene and writes its SVG; returns the path."""
-    async with application(SCENES[name]) as app:
-        await SCENES[name].play(app)
+    scene = SCENES[name]
+    async with application(scene) as app:
+        await scene.play(app)
         await settled(app)
+        if scene.key:
+            await press(app, scene.key)
+            await settled(app)
         svg = app.export_screenshot(title="minitui")
     path = directory / f"{name}.svg"
     path.write_text(offline(svg), encoding="utf-8")
@@ -159,6 +163,7 @@ class Scene:
     contrast: str = ""  # instead of the chat: the two runs of `minitui compare NAME`
     recording: str = ""  # instead of the chat: this bundled recording
     what_if: str = ""  # and beside it the same requests under this setting
+    key: str = ""  # pressed after `play`
 
 
 async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
@@ -301,32 +306,6 @@ async def at_its_fullest(app: MinituiApp) -> None:
     await until(lambda: app.position >= step)
 
 
-async def requested(app: MinituiApp) -> None:
-    """The table of requests of a recording at its fullest batch."""
-    await at_its_fullest(app)
-    await settled(app)
-    await press(app, "5")
-
-
-async def waterfall(app: MinituiApp) -> None:
-    """The tracks of host and device of a recording at its fullest batch."""
-    await at_its_fullest(app)
-    await settled(app)
-    await press(app, "w")
-
-
-async def helped(app: MinituiApp) -> None:
-    """The help: it explains the screen and its keys."""
-    await four_share(app)
-    await press(app, "question_mark")
-
-
-async def commands(app: MinituiApp) -> None:
-    """The list of all commands."""
-    await four_share(app)
-    await press(app, "colon")
-
-
 async def completed(app: MinituiApp) -> None:
     """The prompt completes one of the questions that the model knows."""
     await ask(app, "What is a token?")
@@ -377,12 +356,12 @@ SCENES = {
     "compare": Scene(compared, 140, 30, contrast="batching"),
     "compare-80x24": Scene(compared, 80, 24, contrast="chunked-prefill"),
     **{f"replay-{name}": Scene(at_its_fullest, 160, 48, recording=name) for name in bundled()},
-    "requests": Scene(requested, 140, 40, recording="h200-8b"),
-    "waterfall": Scene(waterfall, 140, 40, recording="h200-8b"),
+    "requests": Scene(at_its_fullest, 140, 40, recording="h200-8b", key="5"),
+    "waterfall": Scene(at_its_fullest, 140, 40, recording="h200-8b", key="w"),
     "what-if-compare": Scene(asked, 140, 30, recording="h200-8b", what_if="seqs=32"),
     "prefix": Scene(broken_prefix, 120, 26, options={"kv_blocks": 36}),
-    "help": Scene(helped, 120, 36, options=SMALL),
-    "commands": Scene(commands, 120, 36, options=SMALL),
+    "help": Scene(four_share, 120, 36, options=SMALL, key="question_mark"),
+    "commands": Scene(four_share, 120, 36, options=SMALL, key="colon"),
 }
 
 

@@ -75,9 +75,9 @@ class Source(ABC):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    @abstractmethod
     async def close(self) -> None:
         """Close the source; returns when it is closed."""
+        await self._stop()
 
     async def ready(self) -> None:
         """Returns when the source can answer. Raises EngineDead if it could not be started or has ended."""

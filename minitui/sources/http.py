@@ -56,14 +56,11 @@ class Bounds:
     size: int | None = MAX_BODY
     seconds: float | None = BODY_S
 
-    def extension(self) -> dict[str, Any]:
-        """Returns these bounds as the `extensions` of a request."""
-        return {"bounds": self}
 
-
-LARGE = Bounds(64 << 20, 300.0)  # a tokenizer, or the state of a large pool
-ANSWER = Bounds(MAX_ANSWER, None)
-RECORDS = Bounds(None, None)  # a record stream does not end
+# Bounds as the `extensions` of a request.
+LARGE = {"bounds": Bounds(64 << 20, 300.0)}  # a tokenizer, or the state of a large pool
+ANSWER = {"bounds": Bounds(MAX_ANSWER, None)}
+RECORDS = {"bounds": Bounds(None, None)}  # a record stream does not end
 
 
 class Excess(httpx.ReadError):
@@ -321,7 +318,7 @@ class ServerStream(Stream):
 
     async def _read(self, http: httpx.AsyncClient, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
         try:
-            async with http.stream("POST", path, json=body, headers=headers, extensions=ANSWER.extension()) as response:
+            async with http.stream("POST", path, json=body, headers=headers, extensions=ANSWER) as response:
                 await check(response)
                 self._opened()
                 async for _, data in server_events(response):

@@ -114,7 +114,7 @@ class RemoteRecords:
         attempt = 0
         while True:
             try:
-                stream = self._http.stream("GET", "/minitui/records", timeout=TIMEOUT, extensions=RECORDS.extension())
+                stream = self._http.stream("GET", "/minitui/records", timeout=TIMEOUT, extensions=RECORDS)
                 async with stream as response:
                     await check(response)
                     async for name, data in server_events(response, quiet_s=None):
@@ -232,7 +232,7 @@ class RemoteRecords:
 
     async def _request_snapshot(self) -> dict[str, Any]:
         try:
-            response = await check(await self._http.get("/minitui/snapshot", extensions=LARGE.extension()))
+            response = await check(await self._http.get("/minitui/snapshot", extensions=LARGE))
         except (httpx.HTTPError, OSError) as error:
             raise unreachable(self._url, error) from error
         return remote_checks.snapshot(load_json(response.content))

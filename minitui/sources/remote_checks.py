@@ -183,7 +183,7 @@ async def load_tokenizer(http: httpx.AsyncClient, url: str, files: dict[str, str
         path = directory / name
         if path.is_file():
             continue
-        response = await http.get(f"/minitui/tokenizer/{name}", extensions=LARGE.extension())
+        response = await http.get(f"/minitui/tokenizer/{name}", extensions=LARGE)
         content = (await check(response)).content
         if hashlib.sha256(content).hexdigest() != wanted:
             raise EngineError(f"{url} sent a {name} that does not match its announced checksum: connect again")

@@ -44,7 +44,7 @@ class ReplaySource(Source):
         self._at = 0  # index of the next record in the part
         self._state: State | None = None  # the state after the records handed out so far
         self._seq = 0  # number of the last record handed out
-        self._played = 0.0  # the position of the playhead, in seconds of play
+        self.played = 0.0  # the position of the playhead, in seconds of play
         self._ticked = 0.0  # the time of the clock when the playhead last moved
         self.paused = False  # records are handed out only for steps that the viewer asked for
         self._allowed = 0  # steps that are still handed out although the replay is paused
@@ -115,7 +115,7 @@ class ReplaySource(Source):
             if record is None or not self._is_due(due):
                 break
             self._at += 1
-            self._played = max(self._played, due)
+            self.played = max(self.played, due)
             self._seq += 1
             _, *rest = record
             out.append((self._seq, *rest))
@@ -127,9 +127,6 @@ class ReplaySource(Source):
         """Play from the beginning."""
         self._place(0, 0)
 
-    async def close(self) -> None:
-        """Does nothing: there is no process to end."""
-
     # ---- the player
 
     @property
@@ -137,11 +134,6 @@ class ReplaySource(Source):
         """The trace; available after `start`."""
         assert self.reader is not None, "the replay has not been started"
         return self.reader
-
-    @property
-    def played(self) -> float:
-        """The position of the playhead, in seconds of play."""
-        return self._played
 
     @property
     def step(self) -> int:
@@ -228,7 +220,7 @@ class ReplaySource(Source):
             state.seq = max(self._seq + 2, state.seq)
         self._state, self._seq = state, state.seq
         self._in_step = self._finishing = False
-        self._played = chosen.keyframe.played
+        self.played = chosen.keyframe.played
         self._ticked = self._clock()
         self._seek_to = None
 
@@ -249,17 +241,17 @@ class ReplaySource(Source):
     def _advance_clock(self) -> None:
         now = self._clock()
         if not self.paused:
-            self._played += (now - self._ticked) * self.speed
+            self.played += (now - self._ticked) * self.speed
         self._ticked = now
         if self.ended:
-            self._played = min(self._played, self.trace.seconds)
+            self.played = min(self.played, self.trace.seconds)
 
     def _is_due(self, due: float) -> bool:
         if self._seek_to is not None:
             return True
         if self.paused:
             return self._finishing or self._allowed > 0 or self._until is not None
-        return due <= self._played
+        return due <= self.played
 
     def _after(self, record: Record) -> None:
         """While the replay is paused, count steps, and end a run_until at its event."""

@@ -283,9 +283,6 @@ class ReplicaSource(Source):
         )
         raise EngineDead(f"none of the {len(self.replicas)} replicas can be used ({reasons})")
 
-    async def close(self) -> None:
-        await self._stop()
-
     async def _stop(self) -> None:
         for task in self._connecting:
             task.cancel()

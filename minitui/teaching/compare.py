@@ -73,13 +73,8 @@ class TracesOfRuns:
 
     def __init__(self, record: Path | None = None) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="minitui-compare-")
-        self._path = record or Path(self._directory.name) / "run.trace"
+        self.path = record or Path(self._directory.name) / "run.trace"  # of the first file
         self.source: RecordingSource | None = None
-
-    @property
-    def path(self) -> Path:
-        """The path of the first file, for RecordingSource."""
-        return self._path
 
     @property
     def files(self) -> list[Path]:
@@ -88,7 +83,7 @@ class TracesOfRuns:
         if self.source.recording_error:
             raise EngineError(f"the runs were not recorded: {self.source.recording_error}")
         self.source.recording.close()
-        return [self._path.with_suffix(f".{start}{self._path.suffix}") for start in (4, 5)]
+        return [self.path.with_suffix(f".{start}{self.path.suffix}") for start in (4, 5)]
 
     def save(self, contrast: Contrast, prefix: Path) -> list[Path]:
         """Copies the recordings to files whose names begin with `prefix`; returns their paths. Raises EngineError."""

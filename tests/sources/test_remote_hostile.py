@@ -144,7 +144,7 @@ async def test_a_body_that_drips_ends_at_its_time() -> None:
     drip = endless(HEAD + b"Content-Length: 1000000\r\n\r\n", b"x", every=0.01)
     async with hostile(get=drip) as url, open_client(url) as client:
         with pytest.raises(Excess, match=r"only [\d,]+ bytes in 0.3 s"):
-            await asyncio.wait_for(client.get("/", extensions=Bounds(seconds=0.3).extension()), 30)
+            await asyncio.wait_for(client.get("/", extensions={"bounds": Bounds(seconds=0.3)}), 30)
 
 
 CONTENT = b'data: {"choices": [{"delta": {"content": "%s"}}]}\n\n'
@@ -179,7 +179,7 @@ async def test_comments_alone_are_no_answer() -> None:
     async with (
         hostile(get=endless(OK, chunk(b": wait\n\n"), every=0.01)) as url,
         open_client(url) as client,
-        client.stream("GET", "/", extensions=RECORDS.extension()) as response,
+        client.stream("GET", "/", extensions=RECORDS) as response,
     ):
         with pytest.raises(EngineError, match=r"no event for 0.3 s"):
             await drained(server_events(response, quiet_s=0.3))

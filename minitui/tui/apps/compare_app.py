@@ -108,9 +108,6 @@ class TwoRecordings(Source):
             ]
             self.info = self.infos[1]
 
-    async def close(self) -> None:
-        await self._stop()
-
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> Stream:
         raise InvalidRequest(NO_CHATS)
 

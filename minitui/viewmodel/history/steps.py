@@ -125,7 +125,7 @@ class Steps(Reader):
         self.cut_ms = 0.0  # time left out of the axis so far
         self._held = array("b", [0]) * capacity
         self._closed, self._pace = False, 1.0  # the engine is paused; the factor of slow motion
-        self._timed = -1  # the last step whose timing has arrived
+        self.committed = -1  # the last step that is committed, whose timing has arrived; -1: none
         # For the cost model: the keys that a step's decoding requests read, and the pairs of a query and a key in its
         # prefill chunks.
         self._keys = array("d", [0.0]) * capacity
@@ -219,7 +219,7 @@ class Steps(Reader):
         if parts is not None:  # a pause may also lie outside of the step's time
             gc = self._parts["gc"][i] = min(parts.gc, took)
             self._parts["delayed"][i] = self._nan if parts.delayed is None else min(parts.delayed, took - gc)
-        before = self._timed
+        before = self.committed
         self._cut_axis(step, i)
         self._paused[i], self._arrived[i] = self._paused_s, t - commit_us / 1e6 - self._paused_s
         if before in self and self._adjoins(before, i):
@@ -250,7 +250,7 @@ class Steps(Reader):
     def _cut_axis(self, step: int, i: int) -> None:
         """Shorten the time without work before this step on the axis; count a pause or slow motion as paused. A replay
         in slow motion delays every record, so steps that overlap are then apart by more than their times."""
-        before, self._timed = self._timed, step
+        before, self.committed = self.committed, step
         parts = self._parts
         wait = parts["wait"][i]
         known = wait == wait  # the parts were recorded
@@ -365,11 +365,6 @@ class Steps(Reader):
         steps = np.arange(first, last + 1)
         at = steps % self.capacity
         return at[np.frombuffer(self._step, np.int64)[at] == steps]
-
-    @property
-    def committed(self) -> int:
-        """The last step that is committed; -1: none."""
-        return self._timed
 
     def column(self, name: str) -> np.ndarray:
         """Returns a whole column as a numpy array; index it with `indices`."""
