@@ -20,7 +20,7 @@ from minitui.trace.reader import TraceReader
 
 BUNDLED = Path(__file__).resolve().parent / "run_sheets" / "fifty_minutes.toml"
 LARGEST = 64 << 10  # bytes of a file
-MOST_SCENES, LONGEST_TITLE, LONGEST_TEXT, MOST_MINUTES, SLOWEST = 100, 80, 4000, 240, 200
+MOST_SCENES, LONGEST_TITLE, LONGEST_TEXT, MOST_MINUTES, MOST_STEPS, SLOWEST = 100, 80, 4000, 240, 100, 200
 SCREENS = ("chat", "inspect", "lecture")
 ENGINE = {"kv_blocks": 64}  # of questions, chats and recordings: a small pool, in which each block can be seen
 
@@ -29,7 +29,8 @@ ENGINE = {"kv_blocks": 64}  # of questions, chats and recordings: a small pool, 
 class Scene:
     """A scene. `what`: the value of its kind. `at`: the page of a lesson, from 0, or the step of a recording.
     `screen`: what is shown first; "": the usual screen of its kind. `slow`: each step takes this many times as long.
-    `options`: those of its engine."""
+    `steps`: the engine is paused, and the key for the next scene runs this many steps first. `options`: those of its
+    engine."""
 
     kind: str
     what: Any
@@ -39,6 +40,7 @@ class Scene:
     at: int = 0
     screen: str = ""
     paused: bool = False
+    steps: int = 0
     slow: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -107,7 +109,7 @@ OPTIONS: dict[str, tuple[type | tuple[type, ...], tuple[str, ...]]] = {
     "title": (str, tuple(KINDS)), "minutes": ((int, float), tuple(KINDS)), "notes": (str, tuple(KINDS)),
     "page": (int, ("lesson",)), "step": (int, ("recording",)),
     "screen": (str, ("recording", "question", "chat")), "paused": (bool, ("question", "chat")),
-    "slow": ((int, float), ("question", "chat")),
+    "steps": (int, ("question", "chat")), "slow": ((int, float), ("question", "chat")),
 }
 WORDS: dict[Any, str] = {str: "a text", int: "a whole number", bool: "true or false", (int, float): "a number"}
 
@@ -158,6 +160,8 @@ class _Reading:
             raise self._error(number, "minutes", f"{found['minutes']:g} is not above 0 and at most {MOST_MINUTES}")
         if not 1 <= found.get("slow", 1) <= SLOWEST:
             raise self._error(number, "slow", f"{found['slow']:g} is not 1 to {SLOWEST}")
+        if not 0 <= found.get("steps", 0) <= MOST_STEPS:
+            raise self._error(number, "steps", f"{found['steps']:,} is not 0 to {MOST_STEPS}")
         if found.get("screen", "chat") not in SCREENS:
             raise self._error(number, "screen", f"it must be one of {', '.join(SCREENS)}")
         what = found[kind]
@@ -173,7 +177,7 @@ class _Reading:
         at = found.get("page", 1) - 1 if kind == "lesson" else found.get("step", 0)
         return Scene(
             kind, what, found["title"], float(found["minutes"]), found.get("notes", ""), at, found.get("screen", ""),
-            found.get("paused", False), found.get("slow", 1.0), _options(kind, what),
+            found.get("paused", False), found.get("steps", 0), found.get("slow", 1.0), _options(kind, what),
         )
 
     def _check(self, number: int, name: str, check: Callable[[Any], Any], value: Any) -> Any:

@@ -66,6 +66,7 @@ def test_a_run_sheet_is_read(tmp_path: Path) -> None:
     ("lesson = 3\npage = 2", 'recording = "none"', "line 15: scene 2, recording: there is no file 'none'"),
     ("lesson = 3\npage = 2", 'chat = true\nscreen = "tree"', "line 16: scene 2, screen: it must be one of chat"),
     ("lesson = 3\npage = 2", "chat = true\nslow = 0.5", "line 16: scene 2, slow: 0.5 is not 1 to 200"),
+    ("lesson = 3\npage = 2", "chat = true\nsteps = 101", "line 16: scene 2, steps: 101 is not 0 to 100"),
     ("minutes = 1.5", "minutes = 0", "line 14: scene 2, minutes: 0 is not above 0"),
     ("minutes = 1.5", "minutes = nan", "line 14: scene 2, minutes: nan is not above 0"),
     ("minutes = 1.5", "", "line 12: scene 2, minutes: it is missing"),

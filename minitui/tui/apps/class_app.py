@@ -64,6 +64,7 @@ class ClassApp(LessonApp, DemoApp):
         self.playing = False  # the scene is being opened, or plays by itself
         self.began = self.scene_began = clock()
         self._ran = -math.inf  # when an experiment was last seen to run
+        self._steps = 0  # of the scene, which the key for the next scene runs first
         self._live, self._restarting = self.source, asyncio.Lock()
         self._noted: dict[str, Any] | None = None  # the open scene in the file of the class
 
@@ -109,7 +110,7 @@ class ClassApp(LessonApp, DemoApp):
     async def _play(self, number: int) -> None:
         scene = self.sheet.scenes[number]
         self.number, self.scene_began, self.playing = number, self.clock(), True
-        self._ran = -math.inf
+        self._ran, self._steps = -math.inf, scene.steps
         self.scene_name, self._noted = f"scene {number + 1}: {scene.title}", None
         try:
             await self._reset(scene)
@@ -172,7 +173,7 @@ class ClassApp(LessonApp, DemoApp):
 
     async def _play_chat(self, scene: Scene) -> None:
         assert self.stage is not None
-        if scene.paused:
+        if scene.paused or scene.steps:
             await self.stage.gate()
         await self.source.control("pace", factor=scene.slow)
         await self.switch_mode(scene.screen or "chat")
@@ -215,6 +216,9 @@ class ClassApp(LessonApp, DemoApp):
             screen.action_hurry()
         elif self.clock() - self._ran < JUST_S:
             self.say(f"the experiment has just ended: {self.class_keys[0][0]} again opens the next scene")
+        elif self._steps:
+            self._steps -= 1
+            self.action_do("step")
         elif self.number + 1 < len(self.sheet.scenes):
             self.open_scene(self.number + 1)
         else:
@@ -228,7 +232,7 @@ class ClassApp(LessonApp, DemoApp):
     @property
     def class_keys(self) -> list[tuple[str, str]]:
         follows = "answer" if self.poll is not None else "go on" if self._answer_waits else "next scene"
-        follows = "to the end" if self._runs else follows
+        follows = "to the end" if self._runs else "next step" if self._steps else follows
         keys = (("class.next", "f8", follows), ("class.scenes", "f9", "scenes"))
         return [(key_label(self.settings.keys.get(id, key)), what) for id, key, what in keys]
 

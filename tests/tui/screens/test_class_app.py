@@ -86,6 +86,10 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
             elif scene.kind == "recording":
                 assert app.view.moment.horizon == scene.at and "H200" in app.source.info.device
             assert "stopped" not in app.story, app.story
+            for step in range(scene.steps):
+                await until(pilot, lambda: "f8 next step" in app.screen.query_one(StatusBar).text)
+                await pilot.press("f8")
+                await until(pilot, lambda step=step: app.view.history.steps.last == step)
             await until(pilot, lambda: "f8 next scene  f9 scenes" in app.screen.query_one(StatusBar).text)
             if scene.kind in ("question", "chat"):
                 await until(pilot, lambda scene=scene: app.pace == scene.slow)
