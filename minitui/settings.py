@@ -142,13 +142,18 @@ def _fill(target: Any, data: dict[str, Any], path: Path, prefix: str) -> None:
 
 
 def save(settings: Settings, path: Path | None = None) -> None:
-    """Writes the settings to a new file and renames it, so no reader sees half a file."""
-    path = path or config_path()
+    """Writes the settings. Raises OSError."""
+    replace_file(path or config_path(), to_toml(settings))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a text to a new file, which only its owner can read, and renames it, so no reader sees half a file. Makes
+    the directory if it is missing. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(to_toml(settings))
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

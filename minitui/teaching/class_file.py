@@ -6,14 +6,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
+from minitui.settings import replace_file
 from minitui.web.settings import LEGIBLE, TOKEN, new_token
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
@@ -76,15 +75,7 @@ class ClassFile:
     def save(self) -> None:
         """Replace the file. Raises EngineError if it cannot be written."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)  # of mode 0600
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    json.dump(self.data, file, indent=1, ensure_ascii=False)
-                os.replace(temporary, self.path)
-            except OSError:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+            replace_file(self.path, json.dumps(self.data, indent=1, ensure_ascii=False))
         except OSError as error:
             raise EngineError(f"{self.path} cannot be written: {error.strerror}") from None
 

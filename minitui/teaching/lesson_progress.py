@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minitui.settings import replace_file
 from minitui.teaching.lessons.page import Lesson
 from minitui.text import count
 
@@ -95,13 +94,7 @@ class LessonProgress:
         }
         text = json.dumps({"version": VERSION, "lessons": lessons}, indent=1, ensure_ascii=False)
         with suppress(OSError):
-            descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    file.write(text)
-                os.replace(temporary, self.path)
-            except OSError:
-                Path(temporary).unlink(missing_ok=True)
+            replace_file(self.path, text)
 
 
 def _titles(lesson: Lesson) -> list[str]:
