@@ -100,21 +100,19 @@ def _memory(device: torch.device, count: int) -> tuple[float, float]:
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int = REPEATS, warm_up: int = 3) -> float:
     for _ in range(warm_up):
         run()
-    if device.type == "cuda":
-        times = []
-        for _ in range(repeats):
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             run()
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) / 1e3)
-        return median(times)
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
+        else:
+            started = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - started)
     return median(times)
 
 

@@ -66,12 +66,9 @@ async def ask_source(
 ) -> int:
     """Starts the engine, asks the question and prints the answer; returns the exit code. Raises EngineError if the
     answer fails."""
-    status = Status(sys.stderr)
     try:
-        try:
+        with Status(sys.stderr) as status:
             await source.start(status)
-        finally:
-            status.clear()
         chats = Chats(source, sampling=sampling)
         chats.use(await asyncio.to_thread(load, source.info))
         session = chats.new(system)

@@ -330,8 +330,8 @@ def pair(machine: Machine, workload: str, change: str, folder: Path) -> dict[str
         question = Question(shared if shared.exists() else own, "closed" if timeless else "recorded")
         answer = question.play(question.changed(changes(machine.change(change))))
         figures = answer.figures
-        played.append(_relative(measures(figures), measures(then)))
         real.append(measures(then))
+        played.append({name: value / real[-1][name] - 1 for name, value in measures(figures).items()})
         found |= {"steps": then.steps, "extrapolated": answer.device.extrapolated / answer.steps}
         if timeless:
             same = all(getattr(figures, name) == getattr(then, name) for name in ("steps", "cached", "preemptions"))
@@ -341,10 +341,6 @@ def pair(machine: Machine, workload: str, change: str, folder: Path) -> dict[str
         middle = median(each[name] for each in real)
         found[f"{name}_noise"] = max(abs(each[name] / middle - 1) for each in real)
     return found
-
-
-def _relative(played: dict[str, float], real: dict[str, float]) -> dict[str, float]:
-    return {name: played[name] / real[name] - 1 for name in real}
 
 
 def pairs(only: str) -> Iterator[tuple[str, str]]:

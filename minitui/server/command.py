@@ -186,12 +186,11 @@ def run_serve(
             header, variable = (" -H 'Authorization: Bearer KEY'", "MINITUI_KEY=KEY ") if settings.keys else ("", "")
             if phases is not None:
                 print(*phases.report(), sep="\n", file=out)
-            print(f"{host.service.model} is served at {url}", file=out, flush=True)
-            print(f"  curl {url}/v1/chat/completions{header} -d '{EXAMPLE}'", file=out, flush=True)
-            print(f"  {variable}minitui chat --connect {url}", file=out, flush=True)
+            print(f"{host.service.model} is served at {host.url}", file=out, flush=True)
+            print(f"  curl {host.url}/v1/chat/completions{header} -d '{EXAMPLE}'", file=out, flush=True)
+            print(f"  {variable}minitui chat --connect {host.url}", file=out, flush=True)
 
-        url = address(settings.host, host.port)
-        print(f"loading the model; {url}/ready answers 200 when it is loaded", file=out, flush=True)
+        print(f"loading the model; {host.url}/ready answers 200 when it is loaded", file=out, flush=True)
         await host.run(ready)
         recording = host.service.recording
         if recording is not None and recording.error:

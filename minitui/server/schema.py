@@ -43,6 +43,10 @@ LISTS: dict[str, Any] = {  # the types of the parameters that are lists or objec
     "bad_words": Annotated[list[BadWord], Field(fail_fast=True, max_length=MAX_BAD_WORDS)],
     "allowed_token_ids": Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED)],
 }
+CONSTRAINTS = {  # field of a request -> of SamplingParams
+    "guided_json": "json_schema", "json_schema": "json_schema", "guided_regex": "regex", "regex": "regex",
+    "guided_choice": "choice", "guided_grammar": "grammar", "ebnf": "grammar",
+}
 BODY = {name: parameter for name, parameter in PARAMETERS.items() if parameter.http}
 
 
@@ -144,15 +148,7 @@ class Sampled(with_parameters(Body, BODY)):  # type: ignore[misc]
 
     def constraints(self) -> list[Constraint]:
         """Returns the constraints of the reply that the request has, under all of their names."""
-        given = [
-            Constraint("json_schema", self.guided_json, "guided_json"),
-            Constraint("json_schema", self.json_schema, "json_schema"),
-            Constraint("regex", self.guided_regex, "guided_regex"),
-            Constraint("regex", self.regex, "regex"),
-            Constraint("choice", self.guided_choice, "guided_choice"),
-            Constraint("grammar", self.guided_grammar, "guided_grammar"),
-            Constraint("grammar", self.ebnf, "ebnf"),
-        ]
+        given = [Constraint(name, getattr(self, field), field) for field, name in CONSTRAINTS.items()]
         given += self.structured_outputs.constraints() if self.structured_outputs else []
         return [constraint for constraint in given if constraint.value is not None]
 

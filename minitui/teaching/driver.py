@@ -165,11 +165,6 @@ class Driver:
         if self.beat:
             await self.step(n, seconds)
 
-    async def watch_until(self, what: str, condition: Callable[[], bool], seconds: float) -> None:
-        """Runs single steps as `step_until`, with pauses; without pauses, runs none."""
-        if self.beat:
-            await self.step_until(what, condition, seconds)
-
     def _ended_after(self, last: int) -> bool:
         state = self.state()
         row = self.view.history.steps.get(state.step) if state.step > last else None

@@ -206,9 +206,7 @@ class KvSource(OpenAISource):
         if lost and not self.messages:
             self.late = lost
         elif lost:
-            last, live = self._last, self._last_live
-            self._begin_again(f"lost messages: {lost:,}")
-            self._last, self._last_live, self.late = last, live, number
+            self._begin_again(f"lost messages: {lost:,}", number)
         self.messages += 1
         began = time.monotonic()
         try:
@@ -228,19 +226,19 @@ class KvSource(OpenAISource):
         except (ValueError, Inconsistent, RecursionError) as error:
             self._refuse(str(error))
             if self.tree.stored:
-                last, live = self._last, self._last_live
-                self._begin_again(f"a message does not fit: {error}"[:200])
-                self._last, self._last_live, self.late = last, live, number + 1
+                self._begin_again(f"a message does not fit: {error}"[:200], number + 1)
             await give_turn(began)
 
     def _refuse(self, why: str) -> None:
         self.refused += 1
         self.why_refused = why[:200]
 
-    def _begin_again(self, reason: str) -> None:
-        self._last = self._last_live = -1
-        self.late = self.messages = 0
-        self._cut = False
+    def _begin_again(self, reason: str, late: int = 0) -> None:
+        """Begin with an empty tree. `late`: the same publisher goes on, and so many of its messages are unknown; 0: it
+        began again, and numbers its messages from 0."""
+        if not late:
+            self._last = self._last_live = -1
+        self.late, self.messages, self._cut = late, 0, False
         self.began_again = reason
         self._new_tree(self.tree.size)
 

@@ -26,7 +26,7 @@ def run_web(settings: WebSettings, engine: OwnServer | None = None) -> int:
     except ImportError as error:
         raise EngineError(not_installed("the application in a browser", error, "web,serve")) from error
     from minitui.protocol import is_loopback
-    from minitui.server.command import address, listen
+    from minitui.server.command import listen
 
     host, port = settings.host, settings.port
     if not settings.mirror and not is_loopback(host):
@@ -40,14 +40,8 @@ def run_web(settings: WebSettings, engine: OwnServer | None = None) -> int:
         command = [sys.executable, "-m", "minitui", *settings.words]
         if engine is not None:
             command += ["--connect", engine.start()]
-        if settings.mirror:
-            return asyncio.run(serve_mirror(settings, listening, command))
-
-        def ready(token: str) -> None:
-            url = address(host, listening.getsockname()[1])
-            print(f"minitui is at {url}/?token={token}", file=sys.stderr, flush=True)
-
-        return asyncio.run(serve_tabs(settings, listening, command, ready))
+        serve = serve_mirror if settings.mirror else serve_tabs
+        return asyncio.run(serve(settings, listening, command))
     finally:
         listening.close()
         if engine is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable
+import sys
 
 from aiohttp import web
 
@@ -63,13 +63,14 @@ class TabSite(Site):
             await tab.stop()
 
 
-async def serve_tabs(
-    settings: WebSettings, listening: socket.socket, command: list[str], on_ready: Callable[[str], None]
-) -> int:
-    """Serve until a signal arrives; returns the exit code. `on_ready` is called with the token."""
+async def serve_tabs(settings: WebSettings, listening: socket.socket, command: list[str]) -> int:
+    """Serve until a signal arrives; returns the exit code. Prints the address."""
+    from minitui.server.command import address
+
     stop = stopped()
     token = secrets.token_urlsafe(24)
     async with TabSite(settings, token, command).serving(listening):
-        on_ready(token)
+        url = address(settings.host, listening.getsockname()[1])
+        print(f"minitui is at {url}/?token={token}", file=sys.stderr, flush=True)
         await stop.wait()
     return 0

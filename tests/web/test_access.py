@@ -225,23 +225,21 @@ PARENT = """
     from minitui.web.settings import WebSettings
     from minitui.web.tabs import serve_tabs
     listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
-    command = [sys.executable, "-c", sys.argv[1]]
-    asyncio.run(serve_tabs(WebSettings(), listening, command, lambda token: print(port, token, flush=True)))
+    asyncio.run(serve_tabs(WebSettings(), listening, [sys.executable, "-c", sys.argv[1]]))
 """
 
 
 async def test_no_application_outlives_a_killed_parent_even_if_it_hangs() -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PARENT), textwrap.dedent(APPLICATION)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(PARENT), textwrap.dedent(APPLICATION)], stderr=subprocess.PIPE, text=True
     )
-    assert parent.stdout is not None
+    assert parent.stderr is not None
     family: list[psutil.Process] = []
     try:
-        port, token = (await asyncio.to_thread(parent.stdout.readline)).split()
+        page = (await asyncio.to_thread(parent.stderr.readline)).split()[-1]
+        url, token = page.split("/?token=")
         async with aiohttp.ClientSession() as http:
-            own = {"Origin": f"http://127.0.0.1:{port}"}
-            tabs = [await http.ws_connect(f"http://127.0.0.1:{port}/ws/{token}", headers=own) for _ in range(2)]
+            tabs = [await http.ws_connect(f"{url}/ws/{token}", headers={"Origin": url}) for _ in range(2)]
             await until(lambda: len(psutil.Process(parent.pid).children(recursive=True)) == len(tabs))
             family = psutil.Process(parent.pid).children(recursive=True)
             parent.kill()
@@ -251,7 +249,7 @@ async def test_no_application_outlives_a_killed_parent_even_if_it_hangs() -> Non
     finally:
         parent.kill()
         parent.wait()
-        parent.stdout.close()
+        parent.stderr.close()
         for one in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
