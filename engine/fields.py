@@ -23,9 +23,13 @@ class Fields:
         self.raw = raw
         self._where = where
 
+    def error(self, fault: str) -> CheckpointError:
+        """Returns the error for this file; `fault` continues its name, as in "has no layers: …"."""
+        return CheckpointError(f"{self.path} {fault}")
+
     def refuse(self, key: str, must: str) -> CheckpointError:
         """Returns the error for a field with a wrong value."""
-        return CheckpointError(f"{self.path} has {key} = {shown(self.raw.get(key))}{self._where}: it must be {must}")
+        return self.error(f"has {key} = {shown(self.raw.get(key))}{self._where}: it must be {must}")
 
     def count(self, key: str, default: int | None = None, least: int = 1, most: int = INT32_MAX) -> int:
         """Returns a whole number. Raises CheckpointError if there is neither a value nor a default."""
@@ -77,7 +81,7 @@ class Fields:
         value = self.raw.get(key)
         value = default if value is None else value
         if value is None:
-            raise CheckpointError(f"{self.path} has no field {key!r}{self._where}: add it, or download the file again")
+            raise self.error(f"has no field {key!r}{self._where}: add it, or download the file again")
         return value
 
 

@@ -44,15 +44,12 @@ def choose_attention(
     None: the model has none.
     """
     groups = paged_groups(config)
-    if len(groups) == 1:
-        return choose_backend(name, config, block_size, dtype, device, max_rows, max_model_len, kv_dtype, sinks)
+    shapes = [config] if len(groups) == 1 else [config.of_group(group) for group in groups]
     backends = [
-        choose_backend(
-            name, config.of_group(group), block_size, dtype, device, max_rows, max_model_len, kv_dtype, sinks
-        )
-        for group in groups
+        choose_backend(name, shape, block_size, dtype, device, max_rows, max_model_len, kv_dtype, sinks)
+        for shape in shapes
     ]
-    return GroupedAttention(backends, group_of_layers(config))
+    return backends[0] if len(backends) == 1 else GroupedAttention(backends, group_of_layers(config))
 
 
 def choose_backend(

@@ -14,13 +14,13 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Metric:
-    """A named metric with a value for each combination of labels."""
+    """A named metric with a value for each combination of labels; with a `label`, none yet."""
 
     kind = "gauge"
 
-    def __init__(self, name: str, about: str) -> None:
-        self.name, self.about = name, about
-        self.values: dict[Labels, float] = {(): 0.0}
+    def __init__(self, name: str, about: str, label: str = "") -> None:
+        self.name, self.about, self.label = name, about, label
+        self.values: dict[Labels, float] = {} if label else {(): 0.0}
 
     def lines(self, common: Labels) -> list[str]:
         """Returns the page's lines for this metric; every value also gets the `common` labels."""
@@ -33,12 +33,6 @@ class Metric:
 
 class Gauge(Metric):
     """A value that goes up and down. With a `label`, there is a value for each label value that was set."""
-
-    def __init__(self, name: str, about: str, label: str = "") -> None:
-        super().__init__(name, about)
-        self.label = label
-        if label:
-            self.values = {}
 
     def set(self, value: float, label_value: str = "") -> None:
         self.values[((self.label, label_value),) if self.label else ()] = value
@@ -65,8 +59,7 @@ class Counter(Metric):
     kind = "counter"
 
     def __init__(self, name: str, about: str, label: str = "", label_values: Sequence[str] = ()) -> None:
-        super().__init__(name, about)
-        self.label = label
+        super().__init__(name, about, label)
         if label:
             self.values = {((label, value),): 0.0 for value in label_values}
 

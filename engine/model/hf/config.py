@@ -31,10 +31,6 @@ class ConfigReader:
     def __init__(self, fields: Fields) -> None:
         self._fields = fields
         self._raw = fields.raw
-        self._path = fields.path
-
-    def _error(self, fault: str) -> CheckpointError:
-        return CheckpointError(f"{self._path} {fault}")
 
     def model_config(self) -> ModelConfig:
         """Returns the configuration. Raises CheckpointError; its message names the file and the field."""
@@ -46,7 +42,7 @@ class ConfigReader:
         layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
         head_dim = fields.count("head_dim", hidden // heads)
         if head_dim % 2:
-            raise self._error(f"has head_dim {head_dim}: rotary positions need an even number")
+            raise self._fields.error(f"has head_dim {head_dim}: rotary positions need an even number")
         reader = LayerReader(fields, arch, layers)
         windows = reader.windows()
         rope, layer_ropes = self._ropes(arch, head_dim, reader.rotated(), windows)
@@ -74,7 +70,7 @@ class ConfigReader:
             config = read_uneven(fields, config)
         config = replace(config, packing=read_packing(fields, config))
         if config.max_context > MOST_POSITIONS:
-            raise self._error(
+            raise self._fields.error(
                 f"asks for {config.max_context:,} positions with rope scaling: at most {MOST_POSITIONS:,} are "
                 "supported; correct max_position_embeddings or the rope factor"
             )
@@ -127,9 +123,9 @@ class ConfigReader:
         if name is None:
             what = ", ".join(str(each) for each in named if each) or kind or "no architecture"
             titles = ", ".join(each.title for each in ARCHITECTURES.values())
-            raise self._error(f"names {shown(what)[1:-1]}{nearest(what)}: supported are {titles}")
+            raise self._fields.error(f"names {shown(what)[1:-1]}{nearest(what)}: supported are {titles}")
         if of_kind is not None and ARCHITECTURES[of_kind] != ARCHITECTURES[name]:
-            raise self._error(
+            raise self._fields.error(
                 f"has the architecture {name} and the model_type {kind!r}, which belong to different "
                 "families: correct the wrong one"
             )
@@ -138,7 +134,7 @@ class ConfigReader:
     def _kv_heads(self, heads: int) -> int:
         kv_heads = self._fields.count("num_key_value_heads", heads)
         if heads % kv_heads:
-            raise self._error(
+            raise self._fields.error(
                 f"has {heads} attention heads and {kv_heads} key/value heads: the first must be a "
                 "multiple of the second; correct num_key_value_heads"
             )
@@ -147,18 +143,18 @@ class ConfigReader:
     def _dtype(self) -> str:
         value = str(self._raw.get("dtype") or self._raw.get("torch_dtype") or "float32").removeprefix("torch.")
         if value not in DTYPES:
-            raise self._error(f"has dtype {shown(value)}: supported are {', '.join(DTYPES)}")
+            raise self._fields.error(f"has dtype {shown(value)}: supported are {', '.join(DTYPES)}")
         return value
 
     def _experts(self, arch: Architecture, layers: int) -> ExpertsConfig | None:
         fields = self._fields
         counts = {fields.count(k, most=MOST_EXPERTS) for k in ("num_experts", "num_local_experts") if k in self._raw}
         if len(counts) == 2:
-            raise self._error("has num_experts and num_local_experts, which differ: remove the wrong one")
+            raise self._fields.error("has num_experts and num_local_experts, which differ: remove the wrong one")
         count = counts.pop() if counts else fields.count("num_experts")
         per_token = fields.count("num_experts_per_tok")
         if per_token > count:
-            raise self._error(
+            raise self._fields.error(
                 f"sends each token to {per_token} of {count} experts: correct num_experts_per_tok, which must be at "
                 "most the number of experts"
             )
@@ -210,7 +206,7 @@ class ConfigReader:
             if value is None or value in neutral[key]:
                 continue
             only = " or ".join(map(shown, (None, *neutral[key])))
-            raise self._error(
+            raise self._fields.error(
                 f"has {key} = {shown(value)}, which is not supported for {config.architecture} "
                 f"(allowed: {only}): use another model, or remove the field if the model was trained without it"
             )

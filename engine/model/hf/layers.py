@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from engine.errors import CheckpointError
 from engine.fields import Fields, shown
 from engine.model.config import DeltaConfig
 from engine.model.families import Architecture
@@ -17,9 +16,6 @@ class LayerReader:
 
     def __init__(self, fields: Fields, arch: Architecture, layers: int) -> None:
         self._fields, self._arch, self._layers = fields, arch, layers
-
-    def _error(self, fault: str) -> CheckpointError:
-        return CheckpointError(f"{self._fields.path} {fault}")
 
     def rotated(self) -> list[bool]:
         """Returns for each layer whether it rotates queries and keys by their positions."""
@@ -55,16 +51,16 @@ class LayerReader:
         if arch.uneven and isinstance(kinds, list):  # transformers does the same
             kinds = [*kinds[:-1], FULL]
         if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
-            raise self._error(
+            raise self._fields.error(
                 f"has layer_types {shown(kinds)}: it must name '{SLIDING}' or '{FULL}' for each of the {layers} layers"
             )
         if SLIDING in kinds and not window:
-            raise self._error(
+            raise self._fields.error(
                 f"has {SLIDING} in layer_types, but no sliding_window in use: set sliding_window"
                 + ("" if arch.window == "always" else ", and set use_sliding_window to true")
             )
         if arch.window == "used" and window and FULL in kinds:
-            raise self._error(
+            raise self._fields.error(
                 f"has {FULL} in layer_types and a sliding_window of {window} in use: this architecture "
                 "has a window in every layer or in none"
             )

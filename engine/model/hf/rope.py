@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.errors import CheckpointError
 from engine.fields import Fields, shown
 from engine.model.config import LONGROPE, PROPORTIONAL, ROPE_KINDS, RopeConfig
 from engine.model.families import Architecture
@@ -42,7 +41,7 @@ class RopeReader:
         table = self._table()
         nested = [key for key, value in table.items() if isinstance(value, dict)]
         if nested:
-            raise self._error(
+            raise self._fields.error(
                 f"has separate rope parameters for {shown(', '.join(nested))}: they must be the same for all layers, "
                 "in one object"
             )
@@ -55,7 +54,7 @@ class RopeReader:
             table = {FULL: table}
         for key, value in table.items():
             if key not in (FULL, SLIDING) or not isinstance(value, dict | None):
-                raise self._error(f"has rope parameters for {shown(key)}: they must be for {FULL} or {SLIDING}")
+                raise self._fields.error(f"has rope parameters for {shown(key)}: they must be for {FULL} or {SLIDING}")
         if self._arch.uneven:
             table = {**self._arch.defaults["rope_parameters"], **table}
         # Gemma 3 names the base of layers with a window; OLMo 3 has one base for all layers.
@@ -65,19 +64,16 @@ class RopeReader:
         whole = self._read(table.get(FULL) or {}, 10_000.0)
         return whole, self._read(table.get(SLIDING) or {"rope_theta": local}, local)
 
-    def _error(self, fault: str) -> CheckpointError:
-        return CheckpointError(f"{self._fields.path} {fault}")
-
     def _table(self) -> dict[str, Any]:
         tables = []
         for key in ("rope_parameters", "rope_scaling"):
             value = self._fields.raw.get(key)
             if value is not None and not isinstance(value, dict):
-                raise self._error(f"has rope parameters {shown(value)}: they must be an object")
+                raise self._fields.error(f"has rope parameters {shown(value)}: they must be an object")
             if value:
                 tables.append(value)
         if len(tables) == 2 and any(tables[0][key] != tables[1][key] for key in tables[0].keys() & tables[1].keys()):
-            raise self._error("has rope_parameters and rope_scaling, which differ: remove the wrong one")
+            raise self._fields.error("has rope_parameters and rope_scaling, which differ: remove the wrong one")
         return {key: value for table in tables for key, value in table.items()}
 
     def _read(self, raw: dict[str, Any], theta: float) -> RopeConfig:
@@ -86,11 +82,11 @@ class RopeReader:
         named = [raw[key] for key in ("rope_type", "type") if raw.get(key) is not None]
         kind = named[0] if named else "default"
         if any(other != kind for other in named):
-            raise self._error(f"has two rope types, {' and '.join(map(shown, named))}: remove the wrong one")
+            raise self._fields.error(f"has two rope types, {' and '.join(map(shown, named))}: remove the wrong one")
         if self._arch.longrope and kind in ("su", "yarn"):
             kind = LONGROPE  # older names
         if kind not in self._kinds:
-            raise self._error(
+            raise self._fields.error(
                 f"asks for rope type {shown(kind)}: supported are {', '.join(self._kinds)}; name one of them"
             )
         known = ROPE_COMMON | ROPE_KEYS[kind]
@@ -100,7 +96,7 @@ class RopeReader:
             known |= {"llama_4_scaling_beta", "max_position_embeddings"}
         for key in raw.keys() - known:
             if raw[key] is not None and not (key.endswith("factor") and raw[key] == 1):
-                raise self._error(
+                raise self._fields.error(
                     f"has {shown(key)[1:-1]} = {shown(raw[key])} in its rope parameters, which is not "
                     f"supported with rope type {kind!r}: use another model, or remove the field if it has no effect"
                 )
@@ -114,7 +110,7 @@ class RopeReader:
             return RopeConfig(theta=theta, rotary_dim=rotated, interleaved=self._arch.interleaved)
         context, original = fields.count("max_position_embeddings", most=MOST_POSITIONS), self._original_context(rope)
         if kind == "dynamic" and (original != context or self._head_dim == 2):
-            raise self._error(
+            raise self._fields.error(
                 f"has rope type 'dynamic' with {context:,} positions, {original:,} before stretching, and "
                 f"head_dim {self._head_dim}: the two numbers of positions must be equal, and head_dim above 2"
             )
@@ -145,12 +141,12 @@ class RopeReader:
         key, outer = "partial_rotary_factor", self._fields.raw.get("partial_rotary_factor")
         if self._arch.partial_rotary is None:
             if rope.raw.get(key, outer or 1.0) not in (None, 1):
-                raise self._error("has a partial_rotary_factor: only whole heads can be rotated")
+                raise self._fields.error("has a partial_rotary_factor: only whole heads can be rotated")
             return 0
         share = rope.number(key, self._fields.number(key, self._arch.partial_rotary))
         rotated = int(self._head_dim * share)
         if not 0 < rotated <= self._head_dim or rotated % 2:
-            raise self._error(
+            raise self._fields.error(
                 f"rotates {rotated} of the {self._head_dim} numbers of a head: correct partial_rotary_factor, so that "
                 "this is an even number from 2 on"
             )
@@ -176,5 +172,7 @@ class RopeReader:
         outer = self._fields.count(key, self._fields.count("max_position_embeddings"), most=MOST_POSITIONS)
         original = rope.count(key, outer, most=MOST_POSITIONS)
         if self._fields.raw.get(key) is not None and original != outer:
-            raise self._error(f"has {key} {outer:,}, and {original:,} in its rope parameters: correct the wrong one")
+            raise self._fields.error(
+                f"has {key} {outer:,}, and {original:,} in its rope parameters: correct the wrong one"
+            )
         return original
