@@ -39,10 +39,15 @@ async def answered(*sessions: Session) -> None:
     await until(lambda: not any(session.busy for session in sessions))
 
 
-async def test_a_second_turn_begins_with_exactly_the_ids_of_the_first():
-    chats = await chats_on(FakeSource())
+async def after_an_answer(store: Store | None = None) -> tuple[Chats, Session]:
+    chats = await chats_on(FakeSource(), store)
     session = chats.new(SYSTEM)
     await ask(chats, session, "What is a block table?")
+    return chats, session
+
+
+async def test_a_second_turn_begins_with_exactly_the_ids_of_the_first():
+    chats, session = await after_an_answer()
     kept = list(session.ids)
     assert kept[-1] == END  # the reply's end token belongs to the conversation
     session.messages.append(Message("user", "and a radix tree?"))
@@ -53,9 +58,7 @@ async def test_a_second_turn_begins_with_exactly_the_ids_of_the_first():
 
 
 async def test_the_second_turn_takes_every_full_block_of_the_first_from_the_cache():
-    chats = await chats_on(FakeSource())
-    session = chats.new(SYSTEM)
-    await ask(chats, session, "What is a block table?")
+    chats, session = await after_an_answer()
     written = len(session.ids) - 1  # the last token drawn has no KV
     await ask(chats, session, "and a radix tree?")
     assert session.messages[-1].metrics["cached_tokens"] == written // 16 * 16
@@ -129,9 +132,7 @@ def test_with_any_kept_ids_the_prompt_has_the_text_of_the_template(turns, data):
 
 
 async def test_a_fork_shares_its_past_and_continues_independently():
-    chats = await chats_on(FakeSource())
-    session = chats.new(SYSTEM)
-    await ask(chats, session, "What is a block table?")
+    chats, session = await after_an_answer()
     fork = chats.fork(session)
     assert fork.parent == session.id
     assert fork.note.endswith("the blocks of it that the cache still has"), "it may have none"
@@ -199,9 +200,7 @@ async def test_a_question_is_saved_before_it_is_answered(tmp_path):
 
 async def test_a_reopened_chat_continues_with_the_same_ids(tmp_path):
     store = Store(tmp_path / "chats.sqlite")
-    chats = await chats_on(FakeSource(), store)
-    session = chats.new(SYSTEM)
-    await ask(chats, session, "What is a block table?")
+    _, session = await after_an_answer(store)
     store.close()
     again = await chats_on(FakeSource(), Store(tmp_path / "chats.sqlite"))
     assert again.restore() == 1
@@ -217,9 +216,7 @@ async def test_a_reopened_chat_continues_with_the_same_ids(tmp_path):
 
 async def test_chats_are_restored_before_the_engine_is_known_and_ids_of_another_model_are_not_used(tmp_path):
     store = Store(tmp_path / "chats.sqlite")
-    chats = await chats_on(FakeSource(), store)
-    session = chats.new(SYSTEM)
-    await ask(chats, session, "What is a block table?")
+    chats, session = await after_an_answer(store)
     for model, kept in ((chats.model, len(session.ids)), ("another", 0)):
         source = FakeSource()
         store.close()

@@ -32,9 +32,15 @@ def chat(id: str = "a", **changes) -> Session:
     return Session(id=id, **(fields | changes))
 
 
-def test_what_is_saved_comes_back(tmp_path):
+@pytest.fixture
+def store(tmp_path):
+    """A chat file with one chat, "a"."""
     store = Store(tmp_path / "chats.sqlite")
     store.save_chat(chat())
+    return store
+
+
+def test_what_is_saved_comes_back(store, tmp_path):
     store.save_message("a", 0, Message("user", "why? ü 🫨", created=2.0))
     store.save_message("a", 1, Message("assistant", "half", "running", created=3.0))
     store.save_message("a", 1, Message("assistant", "whole", "done", metrics={"prompt_tokens": 7}, created=3.0))
@@ -153,9 +159,7 @@ def test_settings_are_only_read_from_a_regular_file(tmp_path):
             settings_file.load(path)
 
 
-def test_a_failed_write_is_reported_and_leaves_no_half_transaction(tmp_path):
-    store = Store(tmp_path / "chats.sqlite")
-    store.save_chat(chat())
+def test_a_failed_write_is_reported_and_leaves_no_half_transaction(store, tmp_path):
     other = sqlite3.connect(tmp_path / "chats.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(StoreError, match=r"chats\.sqlite cannot be used: database is locked"):
@@ -182,9 +186,7 @@ def test_two_processes_that_start_at_once_create_one_file(tmp_path):
         assert set(pool.map(begin, range(24))) == {len(MIGRATIONS)}
 
 
-def test_damaged_columns_do_not_lose_the_messages(tmp_path):
-    store = Store(tmp_path / "chats.sqlite")
-    store.save_chat(chat())
+def test_damaged_columns_do_not_lose_the_messages(store):
     store.save_message("a", 0, Message("user", "why?"))
     store._db.execute("UPDATE chats SET settings = '{oops', ids = x'010203'")
     store._db.execute("UPDATE messages SET metrics = '[1'")
@@ -196,9 +198,7 @@ def test_damaged_columns_do_not_lose_the_messages(tmp_path):
     '{"ttft_ms": "soon"}', '{"prompt_tokens": []}', '{"match": {"stop": 5, "detail": 7}}', '{"match": 5}',
     '{"replica": {"number": 1, "name": "a", "passed": []}}', '{"drafted_tokens": 3}', '{"diverged": {"at": "x"}}',
 ])
-def test_metrics_that_were_edited_by_hand_are_left_out(tmp_path, metrics):
-    store = Store(tmp_path / "chats.sqlite")
-    store.save_chat(chat())
+def test_metrics_that_were_edited_by_hand_are_left_out(store, metrics):
     for position, written in enumerate((metrics, '{"prompt_tokens": 7}')):
         store.save_message("a", position, Message("assistant", "because"))
         store._db.execute("UPDATE messages SET metrics = ? WHERE position = ?", (written, position))
@@ -206,9 +206,7 @@ def test_metrics_that_were_edited_by_hand_are_left_out(tmp_path, metrics):
     assert [message.metrics for message in back.messages] == [{}, {"prompt_tokens": 7}]
 
 
-def test_values_of_another_type_are_read_as_what_the_column_has(tmp_path):
-    store = Store(tmp_path / "chats.sqlite")
-    store.save_chat(chat())
+def test_values_of_another_type_are_read_as_what_the_column_has(store):
     store.save_message("a", 0, Message("user", "why?"))
     for column, value in (("title", b"t"), ("system", 5), ("created", "soon"), ("ids", 7), ("settings", 1.5)):
         store._db.execute(f"UPDATE chats SET {column} = ?", (value,))

@@ -119,6 +119,15 @@ def home(source: Any, chat: Any, servers: tuple[FakeServer, ...]) -> tuple[Any, 
     return replica, next(s for s in servers if s.url == replica.url), other
 
 
+@contextlib.asynccontextmanager
+async def one_chat() -> AsyncIterator[tuple[Any, Chats, Any, tuple[Any, FakeServer, Any]]]:
+    """As `replicated`, over two servers; gives a chat, too, and its `home`."""
+    servers = await two()
+    async with replicated(*servers) as (source, chats):
+        chat = chats.new("S")
+        yield source, chats, chat, home(source, chat, servers)
+
+
 async def test_chats_that_begin_alike_meet_and_the_answer_says_where() -> None:
     servers = await two()
     async with replicated(*servers) as (source, chats):
@@ -135,10 +144,7 @@ async def test_chats_that_begin_alike_meet_and_the_answer_says_where() -> None:
 
 
 async def test_a_dead_replica_is_passed_over_and_comes_back() -> None:
-    servers = await two()
-    async with replicated(*servers) as (source, chats):
-        chat = chats.new("S")
-        replica, server, other = home(source, chat, servers)
+    async with one_chat() as (source, chats, chat, (replica, server, other)):
         await server.kill()  # the poller has not noticed yet
         message = await ask(chats, chat)
         assert message.state == "done" and message.metrics["replica"]["number"] == other.number
@@ -152,10 +158,7 @@ async def test_a_dead_replica_is_passed_over_and_comes_back() -> None:
 
 async def test_a_silent_replica_delays_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minitui.sources.server_metrics.PATIENCE_S", 0.3)
-    servers = await two()
-    async with replicated(*servers) as (source, chats):
-        chat = chats.new("S")
-        replica, server, other = home(source, chat, servers)
+    async with one_chat() as (source, chats, chat, (replica, server, other)):
         server.silent.set()  # like a process that is stopped: the connection is made, and nothing comes
         message = await ask(chats, chat)
         assert message.state == "done" and message.metrics["replica"]["number"] == other.number
@@ -166,10 +169,7 @@ async def test_a_silent_replica_delays_no_request(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_begun_answer_ends_with_a_sentence_and_the_next_goes_elsewhere() -> None:
-    servers = await two()
-    async with replicated(*servers) as (source, chats):
-        chat = chats.new("S")
-        replica, server, other = home(source, chat, servers)
+    async with one_chat() as (_, chats, chat, (replica, server, other)):
         server.dies_after = 2
         message = await ask(chats, chat)
         assert message.state == "error" and message.text == "one two "
@@ -187,10 +187,7 @@ async def test_a_request_that_crashes_replicas_is_not_passed_to_all_of_them() ->
 
 
 async def test_a_replica_that_takes_no_more_is_passed_over_and_refusals_of_the_request_are_not() -> None:
-    servers = await two()
-    async with replicated(*servers) as (source, chats):
-        chat = chats.new("S")
-        replica, server, other = home(source, chat, servers)
+    async with one_chat() as (_, chats, chat, (replica, server, other)):
         server.status = 429
         assert (await ask(chats, chat)).metrics["replica"]["number"] == other.number
         assert not replica.trouble, "it is not away: it is busy"

@@ -257,6 +257,7 @@ def checkpoint(kind: str, seed: int, directory: Path, **fields: Any) -> Any:
 
     raw = without_gaps(random_config(kind, seed) | fields)
     raw |= {"vocab_size_per_layer_input": raw["vocab_size"]} if "vocab_size_per_layer_input" in raw else {}
+    directory.mkdir(exist_ok=True)
     path = directory / "config.json"
     path.write_text(json.dumps(raw))
     torch.manual_seed(seed)

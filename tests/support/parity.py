@@ -65,6 +65,12 @@ def our_logits(driver: Driver, request: Any, chunks: list[int]) -> torch.Tensor:
     return torch.cat(rows)
 
 
+def exact_logits(directory: Path) -> torch.Tensor:
+    """Log-probabilities after each token of a prompt, in float64."""
+    driver = Driver(make_runner(directory, "float64"))
+    return our_logits(driver, make_request(prompt(0, PROMPT), 0), [PROMPT]).log_softmax(-1)
+
+
 def step_logits(runner: Any, plan: StepPlan) -> torch.Tensor:
     """The logits that a step draws from, by the executor for any step."""
     steps = eager(runner)

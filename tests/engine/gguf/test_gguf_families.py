@@ -37,7 +37,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(kind: str, seed: int, directory: Path, **fields: Any) -> Path:
-    directory.mkdir()
     checkpoint(kind, seed, directory, **{**HELD.get(kind, {}), **fields})
     return directory
 

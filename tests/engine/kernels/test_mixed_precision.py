@@ -17,8 +17,8 @@ from engine.model.linear import ByteWeight, Fp8Weight, Int8Rows
 from engine.worker.weights import quantised
 from tests.support.checkpoints.images import save_layouts, with_images
 from tests.support.families import checkpoint
-from tests.support.kernels.ranks import run_in_threads
-from tests.support.models import Driver, load_decoder, make_request, make_runner, prompt, reference, save
+from tests.support.kernels.ranks import ranks_are_threads  # noqa: F401 (a fixture)
+from tests.support.models import load_decoder, make_runner, prompt, reference, save
 from tests.support.packing import (
     E4M3,
     FORMATS,
@@ -31,7 +31,7 @@ from tests.support.packing import (
     quantise,
     several,
 )
-from tests.support.parity import PROMPT, last_logits, our_logits, their_logits
+from tests.support.parity import PROMPT, exact_logits, last_logits, their_logits
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4, "vocab_size": 208}
 KINDS = ("qwen3", "qwen3_moe")
@@ -52,11 +52,6 @@ def written(model: Any, directory: Path, config: dict[str, Any], stores: dict[st
         patch.setitem(FORMATS, "mixed", (config, stores))
         quantise(model, save(model, directory / "plain"), directory / "m", "mixed")
     return directory / "m"
-
-
-def logits(directory: Path) -> torch.Tensor:
-    driver = Driver(make_runner(directory, "float64"))
-    return our_logits(driver, make_request(prompt(0, PROMPT), 0), [PROMPT]).log_softmax(-1)
 
 
 def read_schemes(directory: Path, config: dict[str, Any], source: Path | None = None) -> Packing:
@@ -87,7 +82,7 @@ def test_a_name_precedes_an_expression_which_precedes_the_class(tmp_path: Path) 
     assert found["self_attn.o_proj"] == Packing("compressed-tensors", strategy="channel")
     assert found["self_attn.v_proj"] is None
     expected = their_logits(model.double(), prompt(0, PROMPT)).log_softmax(-1)
-    torch.testing.assert_close(logits(directory), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(exact_logits(directory), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "attention", "mlp"), [("phi3", "qkv_proj", "mlp"), ("qwen3_moe", "attn", "experts")])
@@ -97,16 +92,14 @@ def test_the_names_are_those_of_the_checkpoint(kind: str, attention: str, mlp: s
         theirs = reference(kind, moe_intermediate_size=64)
         theirs.set_experts_implementation("eager")  # the other ways do not support float64
     else:
-        (tmp_path / "family").mkdir()
         theirs = checkpoint(kind, 0, tmp_path / "family", hidden_size=64, intermediate_size=96)
     config = several([(FP8_ROWS, [f"re:.*{attention}.*"]), (INT4_GROUPS, [f"re:.*{mlp}.*"])], ["lm_head"])
     directory = written(theirs, tmp_path, config, {attention: fp8_rows, mlp: pack_quantized})
     expected = their_logits(theirs.double(), prompt(0, PROMPT)).log_softmax(-1)
-    torch.testing.assert_close(logits(directory), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(exact_logits(directory), expected, rtol=0, atol=1e-5)
 
 
 def test_the_experts_of_mixtral_have_names_of_their_own(tmp_path: Path) -> None:
-    (tmp_path / "mixtral").mkdir()
     checkpoint("mixtral", 0, tmp_path / "mixtral")
     name = "model.layers.0.block_sparse_moe.experts.0.w1"
     config = several([(FP8_ROWS, ["re:.*self_attn.*"]), (UNKNOWN, ["re:.*w1"])], ["lm_head"])
@@ -200,10 +193,9 @@ def test_on_a_gpu_all_schemes_must_be_computed_as_they_are_stored(tmp_path: Path
         check(floats, integers, kind="qwen3_moe")
 
 
-def test_8_bits_of_several_schemes_are_computed_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("ranks_are_threads")
+def test_8_bits_of_several_schemes_are_computed_as_stored(tmp_path: Path) -> None:
     """On one device and two ranks. In layer 1, k has another scheme than q and v, so all three are expanded."""
-    monkeypatch.setattr(quantised, "check", lambda *_: None)
-    run_in_threads(monkeypatch)
     model = reference("qwen3", **SIZES)
     groups = [(FP8_ROWS, ["Linear"]), (INT8_ROWS, ["re:.*mlp.*", "model.layers.1.self_attn.k_proj"])]
     stores = {"1.self_attn.k_proj": int8_rows, "self_attn": fp8_rows, "mlp": int8_rows}

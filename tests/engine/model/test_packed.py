@@ -21,10 +21,10 @@ from engine.worker.limits import resolve
 from engine.worker.weights import quantised
 from tests.support import paths
 from tests.support.families import checkpoint, random_config
-from tests.support.kernels.ranks import run_in_threads
+from tests.support.kernels.ranks import ranks_are_threads  # noqa: F401 (a fixture)
 from tests.support.models import Driver, load_decoder, make_request, make_runner, prompt, reference, rewrite, save
 from tests.support.packing import FORMATS, awq, compressed, gptq, mxfp4, pack_quantized, quantise
-from tests.support.parity import PROMPT, last_logits, our_logits, their_logits
+from tests.support.parity import PROMPT, exact_logits, last_logits, our_logits, their_logits
 
 DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
@@ -43,11 +43,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return model, save(model, tmp_path_factory.mktemp("plain"))
 
 
-def logits(directory: Path) -> torch.Tensor:
-    driver = Driver(make_runner(directory, "float64"))
-    return our_logits(driver, make_request(prompt(0, PROMPT), 0), [PROMPT]).log_softmax(-1)
-
-
 def quantised_copy(plain: tuple[Any, Path], directory: Path, name: str) -> Any:
     """Writes the quantised checkpoint; returns a copy of the model, in float64, with the matrices that it has."""
     model, source = plain
@@ -64,7 +59,7 @@ def test_a_quantised_checkpoint_computes_what_its_matrices_stand_for(
     before = their_logits(plain[0], prompt(0, PROMPT)).log_softmax(-1).double()
     exact = quantised_copy(plain, tmp_path / "m", name)
     expected = their_logits(exact, prompt(0, PROMPT)).log_softmax(-1)
-    torch.testing.assert_close(logits(tmp_path / "m"), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(exact_logits(tmp_path / "m"), expected, rtol=0, atol=1e-5)
     assert not torch.allclose(before, expected, rtol=0, atol=1e-3)
 
 
@@ -72,23 +67,21 @@ def test_a_quantised_checkpoint_computes_what_its_matrices_stand_for(
 def test_rows_are_reordered_split_and_scaled_after_they_are_expanded(kind: str, tmp_path: Path) -> None:
     """One qkv or gate_up matrix, partial and interleaved rotary positions, multipliers."""
     seed = next(s for s in range(99) if "partial_rotary_factor" in random_config(kind, s) or kind == "granite")
-    (tmp_path / "plain").mkdir()
     theirs = checkpoint(kind, seed, tmp_path / "plain")
     quantise(theirs, tmp_path / "plain", tmp_path / "m", "gptq")
     expected = their_logits(theirs, prompt(0, PROMPT)).log_softmax(-1)
-    torch.testing.assert_close(logits(tmp_path / "m"), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(exact_logits(tmp_path / "m"), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "name"), zip(HYBRID, ["fp8 rows", "fp8 blocks", "int4 groups"], strict=True))
 def test_hybrid_models_compute_what_their_quantised_matrices_stand_for(kind: str, name: str, tmp_path: Path) -> None:
     """Projections of delta rules, gated queries, heads of two sizes, per-layer embeddings."""
-    (tmp_path / "plain").mkdir()
     theirs = checkpoint(kind, 1, tmp_path / "plain", **HYBRID[kind])
     before = their_logits(theirs, prompt(0, PROMPT)).log_softmax(-1)
     quantise(theirs, tmp_path / "plain", tmp_path / "m", name)
     expected = their_logits(theirs, prompt(0, PROMPT)).log_softmax(-1)
     assert not torch.allclose(before, expected, rtol=0, atol=1e-3)
-    torch.testing.assert_close(logits(tmp_path / "m"), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(exact_logits(tmp_path / "m"), expected, rtol=0, atol=1e-5)
 
 
 def test_the_experts_of_gpt_oss_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,12 +89,11 @@ def test_the_experts_of_gpt_oss_are_expanded(tmp_path: Path, monkeypatch: pytest
 
     raw = random_config("gpt_oss", 0) | {"intermediate_size": 64}
     monkeypatch.setattr(families, "random_config", lambda kind, seed: raw)
-    (tmp_path / "plain").mkdir()
     theirs = checkpoint("gpt_oss", 0, tmp_path / "plain")
     dense = mxfp4(tmp_path / "plain", tmp_path / "m")
     theirs.load_state_dict(theirs.state_dict() | dense)
     expected = their_logits(theirs, prompt(0, PROMPT)).log_softmax(-1)
-    torch.testing.assert_close(logits(tmp_path / "m"), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(exact_logits(tmp_path / "m"), expected, rtol=0, atol=1e-5)
 
 
 FOUR_BITS = {  # groups that our 4-bit form takes as they are
@@ -133,7 +125,6 @@ def test_4_bits_in_groups_are_computed_as_they_are(
         pytest.skip(why_not)
     monkeypatch.setitem(FORMATS, name, FOUR_BITS[name])
     sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
-    (tmp_path / "plain").mkdir()
     if kind == "llama":
         theirs = reference(kind, **sizes)
         save(theirs, tmp_path / "plain")
@@ -158,7 +149,6 @@ def test_4_bits_in_groups_are_computed_as_they_are(
 @pytest.mark.parametrize("kind", ["llama", "granite", "glm4"])
 def test_8_bit_integers_are_computed_as_they_are(kind: str, tmp_path: Path) -> None:
     """Without an option. Also with multipliers (Granite) and other orders of rows (GLM-4)."""
-    (tmp_path / "plain").mkdir()
     theirs = checkpoint(kind, 0, tmp_path / "plain")
     quantise(theirs, tmp_path / "plain", tmp_path / "m", "int8 rows")
     driver = Driver(make_runner(tmp_path / "m", "auto"))
@@ -192,14 +182,7 @@ def wider(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return model, save(model, tmp_path_factory.mktemp("wider"))
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU may compute 8-bit floats too, by the products that specify those of a GPU; ranks are threads."""
-    monkeypatch.setattr(quantised, "check", lambda *_: None)
-    run_in_threads(monkeypatch)
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.usefixtures("ranks_are_threads")
 @pytest.mark.parametrize("name", KEPT)
 def test_8_bit_floats_are_computed_as_they_are_stored(name: str, wider: tuple[Any, Path], tmp_path: Path) -> None:
     """On one device and on two ranks: the checkpoint's bytes, and the logits of its matrices in float64."""
@@ -223,7 +206,7 @@ def test_8_bit_floats_are_computed_as_they_are_stored(name: str, wider: tuple[An
             runner.close()
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.usefixtures("ranks_are_threads")
 @pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks of 128"])
 def test_8_bit_floats_of_experts_are_computed_as_they_are_stored(name: str, tmp_path: Path) -> None:
     """On one device and on two ranks. One expert that is stored in another way, and its whole layer is expanded."""
@@ -260,7 +243,7 @@ def test_8_bit_floats_of_experts_are_computed_as_they_are_stored(name: str, tmp_
     assert any("20 matrices are computed" in note and "11 are expanded" in note for note in runner.loaded.notes)
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.usefixtures("ranks_are_threads")
 @pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks of 128"])
 def test_a_matrix_is_expanded_if_a_part_of_it_does_not_fit(name: str, wider: tuple[Any, Path], tmp_path: Path) -> None:
     """Two of q, k and v are not quantised in layer 0, and the heads of one rank of four fill half a block."""

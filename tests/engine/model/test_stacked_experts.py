@@ -16,7 +16,7 @@ from engine.model.linear import Fp8Blocks
 from engine.worker.weights import quantised
 from minitui.cli.verify import _loaded
 from tests.support.checkpoints.images import save_layouts, with_images
-from tests.support.kernels.ranks import run_in_threads
+from tests.support.kernels.ranks import ranks_are_threads  # noqa: F401 (a fixture)
 from tests.support.models import Driver, load_decoder, make_request, make_runner, prompt, rewrite
 from tests.support.packing import FORMATS, fp8_block, per_row
 from tests.support.parity import PROMPT, last_logits, our_logits, their_logits
@@ -25,13 +25,6 @@ SIZES = {  # blocks of 128 fit, and no expert is square
     "hidden_size": 128, "head_dim": 64, "num_key_value_heads": 4, "num_experts": 3, "moe_intermediate_size": 256,
 }
 LAYER = "model.language_model.layers.{}.mlp.experts."
-
-
-@pytest.fixture
-def ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU may compute 8-bit floats too, by the products that specify those of a GPU."""
-    monkeypatch.setattr(quantised, "check", lambda *_: None)
-    run_in_threads(monkeypatch)
 
 
 def quantise_experts(model: Any, directory: Path, layout: str) -> None:

@@ -66,6 +66,16 @@ async def _handled(pumps: Iterable[MessagePump], end: float) -> None:
                 await asyncio.wait_for(reached.wait(), 0.02)
 
 
+def lines(app: App[Any]) -> list[str]:
+    """Returns the lines of the screen."""
+    return [strip.text for strip in app.screen._compositor.render_strips()]
+
+
+def text_of(app: App[Any]) -> str:
+    """Returns the text of the screen."""
+    return "\n".join(lines(app))
+
+
 async def drawn(pilot: Pilot[Any]) -> None:
     """Two frames, now: each draws half of the panels. What they show is on the screen."""
     for _ in range(2):

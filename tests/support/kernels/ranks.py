@@ -21,6 +21,7 @@ from engine.model.group import CollectiveTime
 from engine.parallel.group import Ranks, joined, own_rows
 from engine.worker import rank_runner as parallel_runner
 from engine.worker.runner import Runner
+from engine.worker.weights import quantised
 
 WAIT_S = 20.0
 
@@ -29,6 +30,13 @@ def run_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the ranks of engines threads of this process."""
     monkeypatch.setattr(parallel_runner, "Workers", ThreadWorkers)
     monkeypatch.setattr(parallel_runner, "Ranks", ThreadRanks)
+
+
+@pytest.fixture
+def ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU may compute 8-bit floats too, by the products that specify those of a GPU; ranks are threads."""
+    monkeypatch.setattr(quantised, "check", lambda *_: None)
+    run_in_threads(monkeypatch)
 
 
 class Meeting:

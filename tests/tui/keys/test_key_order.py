@@ -62,7 +62,6 @@ async def test_alt_and_a_letter_run_a_command_from_the_prompt_and_the_answer_con
 
 async def test_keys_after_a_key_that_opens_a_dialog_go_to_the_dialog() -> None:
     async with running() as (app, pilot, screen):
-        await until(pilot, lambda: app.progress is None)
         send(app, "\x1b:rename\rpaging\r")
         await until(pilot, lambda: app.session.title.endswith("paging") and len(app.screen_stack) == 1)
         assert not screen.prompt.text and not app.session.messages
@@ -70,7 +69,6 @@ async def test_keys_after_a_key_that_opens_a_dialog_go_to_the_dialog() -> None:
 
 async def test_a_key_whose_screen_is_gone_does_not_stop_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as (app, pilot, screen):
-        await until(pilot, lambda: app.progress is None)
         monkeypatch.setattr(app._keys, "came", lambda done: None)  # as if no key reached the end of its path
         send(app, "ab")
         await until(pilot, lambda: screen.prompt.text == "ab")

@@ -143,7 +143,6 @@ async def test_a_click_on_a_question_of_the_welcome_asks_it() -> None:
 
 async def test_selected_text_of_the_transcript_has_no_names_of_speakers() -> None:
     async with running() as (app, pilot, screen):
-        await until(pilot, lambda: app.progress is None)
         app.ask_question("why")
         await until(pilot, lambda: not app.session.busy and "why" in screen.transcript.text)
         copied = screen.transcript.get_selection(Selection(None, None))
@@ -154,7 +153,6 @@ async def test_selected_text_of_the_transcript_has_no_names_of_speakers() -> Non
 
 async def test_a_notice_covers_only_the_hints_and_replaces_the_notice_before_it() -> None:
     async with running() as (app, pilot, screen):
-        await until(pilot, lambda: app.progress is None)
         app.say("a notice")
         await until(pilot, lambda: any(toast.region.area for toast in screen.query(Toast)))
         notices = [toast.region for toast in screen.query(Toast)]

@@ -39,7 +39,7 @@ from minitui.tui.widgets.inspect.block_table import BlockTable
 from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.inspect.tree import RadixTree
 from tests.support.app.chat_file import open_chats
-from tests.support.app.driving import press, type_text, until
+from tests.support.app.driving import press, text_of, type_text, until
 from tests.support.app.fake_client import ByteCodec, FakeSource
 
 SYSTEM = "You explain inference engines. " * 3
@@ -59,6 +59,8 @@ async def running(
         async with app.run_test(size=size, notifications=True) as pilot:
             screen = app.screen
             assert isinstance(screen, ChatScreen)
+            if source.loaded.is_set():
+                await until(pilot, lambda: app.progress is None)
             yield app, pilot, screen
 
 
@@ -80,10 +82,6 @@ async def ask(app: MinituiApp, pilot: Pilot[Any], text: str) -> None:
 
 
 async def test_a_token_of_an_answer_shows_what_else_it_could_have_been() -> None:
-    def text(app: MinituiApp) -> str:
-        strips = app.screen._compositor.render_strips()
-        return "\n".join("".join(segment.text for segment in strip) for strip in strips)
-
     async with running(FakeSource(lambda prompt: "Paged.")) as (app, pilot, _):
         await press(pilot, "ctrl+g", "k")
         assert "not known here" in [notice.message for notice in app._notifications][-1]
@@ -92,14 +90,14 @@ async def test_a_token_of_an_answer_shows_what_else_it_could_have_been() -> None
             known_tokens(app.chats, app.session)
         await until(pilot, lambda: not app.session.busy)
         await press(pilot, "k")
-        await until(pilot, lambda: "75.0%" in text(app))
-        shown = text(app)
+        await until(pilot, lambda: "75.0%" in text_of(app))
+        shown = text_of(app)
         prompt = app.session.messages[-1].metrics["prompt_tokens"]
         assert f"token {prompt + 1} of {len(app.session.ids)}" in shown and re.search("→ “P” +█+ +75.0%", shown)
         assert re.search("  “Q” +█+ +25.0%", shown) and "rank 1 in the model's own" in shown
         await press(pilot, "right", "right")
-        await until(pilot, lambda: re.search("→ “g” +█+ +<25.0%", text(app)))  # the script lists only “P” and “Q”
-        assert "rank below 2" in text(app)
+        await until(pilot, lambda: re.search("→ “g” +█+ +<25.0%", text_of(app)))  # the script lists only “P” and “Q”
+        assert "rank below 2" in text_of(app)
         requests = [lane.request for lane in app.view.history.lanes.lanes.values()]
         asked = {request.prompt_tokens for request in requests if request.group == "tokens"}
         assert asked >= {prompt, prompt + 2}, "each is a request for the tokens before it"
@@ -111,7 +109,6 @@ async def test_a_token_of_an_answer_shows_what_else_it_could_have_been() -> None
 
 async def test_a_question_is_answered_and_its_figures_stand_under_it():
     async with running() as (app, pilot, screen):
-        await until(pilot, lambda: app.progress is None)
         await ask(app, pilot, "What is a block table?")
         text = screen.transcript.text
         assert "you      What is a block table?" in text
@@ -194,7 +191,6 @@ async def test_a_chat_with_huge_messages_is_shown_in_part_and_says_how_much_is_l
 
 async def test_one_key_replays_the_system_prompt_in_a_new_chat_and_tells_the_hit():
     async with running() as (app, pilot, screen):
-        await until(pilot, lambda: app.progress is None)
         await press(pilot, "escape", "r")  # in an empty chat it asks there first
         await until(pilot, lambda: not any(s.busy for s in app.chats.sessions))
         assert len(app.chats.sessions) == 2
@@ -447,7 +443,6 @@ async def test_gate_step_pace_and_run_until_reach_the_engine():
     length = 4000  # asked for at every step
     source = FakeSource(lambda prompt: "y" * length, speed=0.001)
     async with running(source) as (app, pilot, screen):
-        await until(pilot, lambda: app.progress is None)
         app.submit("go")
         await until(pilot, lambda: app.session.messages[-1].text)
         await press(pilot, "escape")  # cancels
@@ -490,7 +485,6 @@ async def test_gate_step_pace_and_run_until_reach_the_engine():
 
 async def test_the_chat_screen_shows_its_own_chat_whatever_is_selected_elsewhere():
     async with running() as (app, pilot, _screen):
-        await until(pilot, lambda: app.progress is None)
         await ask(app, pilot, "What is a block table?")
         other = app.view.history.requests_of(app.session.id)[-1]
         await press(pilot, "escape", "o")
@@ -510,7 +504,6 @@ async def test_the_chat_screen_shows_its_own_chat_whatever_is_selected_elsewhere
 
 async def test_freezing_stops_the_picture_not_the_engine():
     async with running(FakeSource(lambda prompt: "y" * 300, speed=0.001)) as (app, pilot, screen):
-        await until(pilot, lambda: app.progress is None)
         await press(pilot, "escape", "space")
         assert app.feed.frozen
         app.submit("go")
@@ -619,11 +612,11 @@ async def test_ascii_mode_draws_only_ascii():
         for key in ("", "e"):
             if key:
                 await press(pilot, key)
-            shown = "\n".join(strip.text for strip in app.screen._compositor.render_strips())
+            shown = text_of(app)
             assert not set(shown) & set("╭╮╰╯│─▌▊▎…"), shown
         await press(pilot, "escape", "question_mark")
         assert isinstance(app.screen, HelpScreen)
-        shown = "\n".join(strip.text for strip in app.screen._compositor.render_strips())
+        shown = text_of(app)
         assert not {c for c in shown if not c.isascii()} and "esc closes" in shown
 
 
