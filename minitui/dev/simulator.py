@@ -163,10 +163,12 @@ class Stress:
     def drain(self) -> list[Record]:
         return self.log.drain()
 
-    def show(self, view: View) -> None:
-        """Folds the records since the last call into a view, and begins its next picture."""
-        view.fold(self.drain(), self.now)
+    def show(self, view: View) -> list[Record]:
+        """Folds the records since the last call into a view, and begins its next picture. Returns the records."""
+        records = self.drain()
+        view.fold(records, self.now)
         view.frame(self.now)
+        return records
 
     def gate(self, closed: bool, reason: str = "you") -> None:
         """Closes or opens the gate between two steps."""

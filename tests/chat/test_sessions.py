@@ -162,7 +162,7 @@ async def test_eight_chats_are_answered_at_once_and_share_one_system_prompt():
     assert all(c >= len(SYSTEM) // 16 * 16 for c in cached[1:])
 
 
-async def in_mid_answer(store: Store) -> tuple[Chats, Session]:
+async def in_mid_answer(store: Store | None = None) -> tuple[Chats, Session]:
     source = FakeSource(lambda prompt: "y" * 2000, speed=0.001)
     chats = await chats_on(source, store)
     session = chats.new(SYSTEM)
@@ -304,15 +304,12 @@ def test_a_chat_is_free_when_the_minitui_that_had_it_open_was_killed(tmp_path):
 
 
 async def test_when_the_engine_dies_the_answer_so_far_stays_and_says_so():
-    source = FakeSource(lambda prompt: "z" * 2000, speed=0.001)
-    chats = await chats_on(source)
-    session = chats.new(SYSTEM)
-    chats.send(session, "go on")
-    await until(lambda: session.messages[-1].text)
+    chats, session = await in_mid_answer()
+    source = chats.source
     source.die("the engine process ended by signal SIGKILL")
     await answered(session)
     assert session.state == "error"
-    assert session.messages[-1].text.startswith("z")
+    assert session.messages[-1].text.startswith("y")
     assert "SIGKILL" in session.messages[-1].error
     assert [tone for _, tone in describe_answer(session.messages[-1])] == ["bad"], "no figures of a part of an answer"
     await source.restart(lambda progress: None)

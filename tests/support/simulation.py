@@ -42,7 +42,6 @@ class SimulatedRunner:
         self.last_token = np.full(max_rows, -1, np.int64)
         self.seeds = [-1] * max_rows
         self.slots = np.full((num_blocks * block_size, 2), -1, np.int64)  # (position, token) written last
-        self.context_hash: dict[int, int] = {}
         self.tokens_computed = 0
         self.prefill_tokens = 0
         self.steps = 0

@@ -53,7 +53,7 @@ from minitui.tui.widgets.rows import cells
 from minitui.viewmodel.board import Pieces, Wire
 from minitui.viewmodel.updater import Updater
 from minitui.viewmodel.view import View
-from tests.support.app.driving import press, until
+from tests.support.app.driving import press, text_of, until
 from tests.support.app.fake_client import ByteCodec, FakeSource, sampling
 from tests.support.waiting import started
 
@@ -591,8 +591,7 @@ async def test_two_runs_side_by_side_and_then_the_lessons_own_engine_again() -> 
         assert "steps" in room.reading.seen[0].text and "replies" in room.reading.seen[0].text
         pools = [options["kv_blocks"] for options in room.restarts]
         assert pools == [24, 64, 24, 64], "each setting once to warm up, and once to measure"
-        await room.press("right", "enter")
-        await room.until(lambda: 1 in room.reading.seen)
+        await room.result(1, "right", "enter")
         assert room.restarts[4:] == [{"kv_blocks": 77}] and room.app.view.earlier is None
 
 
@@ -643,8 +642,9 @@ SIDE_BY_SIDE = Lesson(
 class Classroom:
     def __init__(
         self, size: tuple[int, int], loaded: bool = True, progress: LessonProgress | None = None,
-        lesson: Lesson | None = None, notifications: bool = False,
+        lesson: Lesson | None = None, notifications: bool = False, beat: float = 0.0,
     ) -> None:
+        self.beat = beat  # seconds between the pictures of an experiment
         self.source = FakeSource(loads_at_once=loaded)
         self.restarts: list[dict[str, Any]] = []
         chats = Chats(self.source, sampling=sampling(20))
@@ -668,7 +668,7 @@ class Classroom:
         self.source.loaded.set()
         await self.until(lambda: self.screen.stage is not None)
         assert self.app.stage is not None
-        self.app.stage.beat = 0.0
+        self.app.stage.beat = self.beat
 
     async def __aexit__(self, *error: Any) -> None:
         await self.running.__aexit__(*error)
@@ -690,9 +690,18 @@ class Classroom:
     async def press(self, *keys: str) -> None:
         await press(self.pilot, *keys)
 
+    async def result(self, at: int, *keys: str) -> None:
+        """Press keys, and wait for the result of page `at`."""
+        await self.press(*keys)
+        await self.until(lambda: at in self.reading.seen and not self.reading.running)
+
+    async def questions(self, *keys: str) -> None:
+        """Press keys, and wait until the questions at the end of the lesson can be answered."""
+        await self.press(*keys)
+        await self.until(lambda: self.reading.prepared)
+
     def text(self) -> str:
-        strips = self.app.screen._compositor.render_strips()
-        return "\n".join("".join(segment.text for segment in strip) for strip in strips)
+        return text_of(self.app)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (140, 40)])
@@ -706,19 +715,16 @@ async def test_a_lesson_is_read_predicted_run_and_answered(size: tuple[int, int]
         await room.press("b")
         assert room.reading.predicted == {1: 1} and "→ b) that" in room.text()
         assert "Press enter to run" in room.text()
-        await room.press("enter")
-        await room.until(lambda: 1 in room.reading.seen)
+        await room.result(1, "enter")
         assert "the engine stands at step" in room.text() and "of 256 tokens" in room.text(), "text and panel"
         assert "You said b" in room.text(), "whether it was right"
         await room.press("a")
         assert room.reading.predicted == {1: 1}, "the earlier prediction is kept"
-        await room.press("r")
-        await room.until(lambda: 1 in room.reading.seen and not room.reading.running)
+        await room.result(1, "r")
         await room.press("right", "enter")
         await room.until(lambda: 2 in room.reading.failed)
         assert "was not possible" in room.text()
-        await room.press("right", "right")
-        await room.until(lambda: room.reading.prepared)
+        await room.questions("right", "right")
         assert "See the lanes." in room.text() and "Batch lanes" in room.text()
         await room.press("enter")
         assert "1 request" in room.text()
@@ -734,8 +740,7 @@ async def test_closing_answers_and_their_panel_stay_while_other_pages_run() -> N
 
     checks = (replace(SMALL.checks[0], answer=newest), *SMALL.checks[1:])
     async with Classroom((80, 24), lesson=replace(SMALL, checks=checks)) as room:
-        await room.press(*["right"] * 4)
-        await room.until(lambda: room.reading.prepared)
+        await room.questions(*["right"] * 4)
         await room.press("enter")
         [named] = re.findall(r"It is (r\d+)\.", room.text())
 
@@ -744,8 +749,7 @@ async def test_closing_answers_and_their_panel_stay_while_other_pages_run() -> N
             return re.findall(r"│ (?:#\d+·)?(r\d+) ", room.text())
 
         assert lanes() == [named]
-        await room.press(*["left"] * 3, "r")
-        await room.until(lambda: 1 in room.reading.seen and not room.reading.running)
+        await room.result(1, *["left"] * 3, "r")
         assert room.app.stage is not None and f"r{room.app.stage.youngest().id}" != named, "another request has run"
         await room.press(*["right"] * 3)
         assert f"It is {named}." in room.text() and lanes() == [named]
@@ -758,8 +762,7 @@ async def test_closing_answers_and_their_panel_stay_while_other_pages_run() -> N
 
 async def test_the_right_arrow_leads_from_the_last_page_to_the_next_lesson() -> None:
     async with Classroom((80, 24)) as room:
-        await room.press(*["right"] * 4)
-        await room.until(lambda: room.reading.prepared)
+        await room.questions(*["right"] * 4)
         assert "right next lesson" in room.text() and "This lesson ends here" not in room.text()
         assert "enter answer" in room.text()
         await room.press("enter", "tab", "enter", "tab", "enter")
@@ -770,8 +773,7 @@ async def test_the_right_arrow_leads_from_the_last_page_to_the_next_lesson() -> 
         assert room.restarts == [LESSONS[4].options], "a second key changes nothing until the lesson is open"
     last = replace(SMALL, number=LESSONS[-1].number)
     async with Classroom((80, 24), lesson=last) as room:
-        await room.press(*["right"] * 5)
-        await room.until(lambda: room.reading.prepared)
+        await room.questions(*["right"] * 5)
         assert "next lesson" not in room.text() and not room.restarts
         await room.press("enter", "tab", "enter", "tab", "enter")
         assert "This was the last lesson. Key L shows all lessons." in room.text()
@@ -803,8 +805,7 @@ async def test_each_key_of_a_page_is_in_sight_on_a_small_screen() -> None:
     async with Classroom((80, 24), lesson=replace(SMALL, pages=(page,), checks=many)) as room:
         for keys in ("left/right pages", "enter run", "i your settings", "v code", "L lessons", "? help"):
             assert keys in last_line()
-        await room.press("right")
-        await room.until(lambda: room.reading.prepared)
+        await room.questions("right")
         for _ in many:
             for keys in ("enter answer", "tab question", "left/right pages", "L lessons", "? help", "q quit"):
                 assert keys in last_line()
@@ -817,8 +818,7 @@ async def test_each_key_of_a_page_is_in_sight_on_a_small_screen() -> None:
 
 async def test_a_notice_covers_the_keys_and_nothing_of_the_page() -> None:
     async with Classroom((80, 24), notifications=True) as room:
-        await room.press("right", "r")
-        await room.until(lambda: 1 in room.reading.seen)
+        await room.result(1, "right", "r")
         await room.press("e")
         await room.until(lambda: any(toast.region.area for toast in room.screen.query("Toast")))
         [toast] = room.screen.query("Toast")
@@ -848,8 +848,7 @@ async def test_enter_gives_the_answer_as_soon_as_the_engine_is_prepared() -> Non
 
 async def test_a_question_to_a_paused_engine_is_told_what_it_waits_for() -> None:
     async with Classroom((80, 24)) as room:
-        await room.press("right", "r")
-        await room.until(lambda: 1 in room.reading.seen)
+        await room.result(1, "right", "r")
         await room.press("1", *"why", "enter")
         said = [notice.message for notice in room.app._notifications]
         assert "ctrl+g, then 0: back to the lesson; L: all lessons" in said
@@ -866,8 +865,7 @@ async def test_an_experiment_keeps_the_readers_chats_and_removes_its_own() -> No
         chats = room.app.chats
 
         async def run() -> list[str]:
-            await room.press("right", "r")
-            await room.until(lambda: 1 in room.reading.seen and not room.reading.running)
+            await room.result(1, "right", "r")
             await room.press("left")
             return [session.title for session in chats.sessions]
 
@@ -892,8 +890,7 @@ async def test_a_lesson_goes_on_where_it_was_left(tmp_path: Path) -> None:
         assert "L3 Test continues on page 3" in next(notice.message for notice in room.app._notifications)
         await room.press("left")
         assert "→ b) that" in room.text() and room.reading.at not in room.reading.seen
-        await room.press("enter")
-        await room.until(lambda: 1 in room.reading.seen)
+        await room.result(1, "enter")
         assert "You said b: correct" in room.text(), "the prediction of the last time counts"
         await room.press("right", "right", "right")
         assert LessonProgress(path).summary(SMALL) == "all pages read, 1 of 1 prediction made"
@@ -901,8 +898,7 @@ async def test_a_lesson_goes_on_where_it_was_left(tmp_path: Path) -> None:
         assert room.reading.at == 0 and not room.app._notifications, "all pages were read: the lesson begins again"
         await room.press("right")
         assert "You chose b. Press enter to run" in room.text()
-        await room.press("r")
-        await room.until(lambda: 1 in room.reading.seen)
+        await room.result(1, "r")
         assert "The answer is b." in room.text(), "r does not count the prediction of the last time"
 
 
@@ -936,8 +932,7 @@ async def test_a_lesson_is_read_while_its_engine_starts() -> None:
 
 async def test_the_reader_types_a_text_for_an_experiment() -> None:
     async with Classroom((80, 24)) as room:
-        await room.press("i", *["right"] * 3, "enter")
-        await room.until(lambda: 3 in room.reading.seen)
+        await room.result(3, "i", *["right"] * 3, "enter")
         assert room.reading.seen[3].text == "typed: ''" and "o│w│n" in room.text()
         await room.press("i", *"a b", "enter")
         await room.until(lambda: room.reading.seen.get(3, Seen("")).text == "typed: 'a b'")
@@ -987,22 +982,18 @@ async def test_the_code_opens_and_closes_and_the_lesson_can_be_changed() -> None
 
 
 async def test_escape_does_not_change_the_result_of_an_experiment() -> None:
-    async with Classroom((80, 24)) as room:
-        assert room.app.stage is not None
-        room.app.stage.beat = 1000.0  # seconds: without keys, the test gives up
+    async with Classroom((80, 24), beat=1000.0) as room:  # without keys, the test gives up
         await room.press("right", "r")
         await room.until(lambda: "enter next picture" in room.text() and room.app.session.busy)
         await room.press("escape", "2", "escape", "0", "escape")
         assert room.app.session.busy, "no answer is cancelled"
-        await room.press("e")
-        await room.until(lambda: 1 in room.reading.seen)
+        await room.result(1, "e")
         assert room.app.session.messages[-1].state != "cancelled"
 
 
 async def test_a_cancelled_answer_takes_the_closing_answers_with_it() -> None:
     async with Classroom((80, 24)) as room:
-        await room.press(*["right"] * 4)
-        await room.until(lambda: room.reading.prepared)
+        await room.questions(*["right"] * 4)
         await room.press("enter")
         assert "1 request" in room.text()
         room.app.chats.cancel(room.app.session)
@@ -1011,9 +1002,7 @@ async def test_a_cancelled_answer_takes_the_closing_answers_with_it() -> None:
 
 
 async def test_leaving_a_page_stops_its_experiment_and_says_so() -> None:
-    async with Classroom((80, 24)) as room:
-        assert room.app.stage is not None
-        room.app.stage.beat = 1000.0
+    async with Classroom((80, 24), beat=1000.0) as room:
         await room.press("right", "b", "enter")
         await room.until(lambda: "The experiment runs. Enter: the next" in room.text())
         await room.press("left")
@@ -1050,8 +1039,7 @@ async def test_enter_shows_the_next_picture_of_an_experiment_and_then_waits_for_
         assert pictures == [0, 1] and room.reading.running
         await room.press("enter")
         await room.until(lambda: pictures == [0, 1, 2])
-        await room.press("enter")
-        await room.until(lambda: 0 in room.reading.seen)
+        await room.result(0, "enter")
         assert not stage.by_hand and not room.reading.by_hand, "the next experiment goes on by itself"
 
 
@@ -1101,9 +1089,8 @@ async def test_an_exchange_that_is_longer_than_its_panel_scrolls() -> None:
 
 
 async def test_key_e_runs_an_experiment_to_its_end() -> None:
-    async with Classroom((80, 24)) as room:
+    async with Classroom((80, 24), beat=1000.0) as room:  # without the key, the test gives up
         assert room.app.stage is not None
-        room.app.stage.beat = 1000.0  # seconds: without the key, the test gives up
         assert ("n", "step") not in room.screen.hints() and "? help  q quit" in room.text(), "no request runs"
 
         def said() -> str:
@@ -1118,8 +1105,7 @@ async def test_key_e_runs_an_experiment_to_its_end() -> None:
         assert said().endswith(": first start it with enter")
         await room.press("enter")
         await room.until(lambda: "enter next picture" in room.text())
-        await room.press("e")
-        await room.until(lambda: 1 in room.reading.seen)
+        await room.result(1, "e")
         assert not room.app.stage.hurried and ("n", "step") in room.screen.hints()
         result = room.reading.seen[1]
         await room.press("enter")  # meant for a pause: the experiment has ended meanwhile

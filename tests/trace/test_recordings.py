@@ -14,6 +14,7 @@ from minitui.trace import bundled as recordings
 from minitui.trace.bundled import bundled, describe, find_trace, is_bundled, watching_speed
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.tui.apps.replay_app import replay_app
+from tests.support.app.driving import text_of
 from tests.support.records.golden import GOLDEN, random_trace
 
 LARGEST = 1_500_000  # bytes: every installation has the file
@@ -52,7 +53,7 @@ async def test_its_chats_have_their_names() -> None:
             await pilot.pause(0.05)
         await pilot.pause(0.2)
         assert app.view.texts.group_names == app.replay.trace.names
-        assert "4 continuous batching" in "".join(strip.text for strip in app.screen._compositor.render_strips())
+        assert "4 continuous batching" in text_of(app)
 
 
 def test_they_are_listed_and_found_by_name(shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:

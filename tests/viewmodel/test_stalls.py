@@ -321,8 +321,7 @@ def test_a_preempted_request_stalls_from_its_last_token_on() -> None:
     ended = reused = 0
     for _ in range(700):
         stress.run_steps(2)
-        view.fold(stress.drain(), now=stress.now)
-        view.frame(stress.now)
+        stress.show(view)
         for lane in list(view.history.lanes.active.values()):
             row = Requests().of(view, lane)
             if row.running is None:

@@ -155,9 +155,7 @@ def test_a_frame_sums_up_its_steps_and_marks_the_peak():
     for _ in range(6):
         first = view.history.steps.last + 1
         stress.run(0.05)
-        records = stress.drain()
-        view.fold(records, stress.now)
-        view.frame(stress.now)
+        records = stress.show(view)
         plans = [record for record in records if record[2] == "step"]
         if not plans:
             continue

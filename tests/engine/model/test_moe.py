@@ -66,9 +66,8 @@ def test_logits_equal_those_of_transformers_whole_and_in_chunks(name: str, check
 # ---- the router
 
 
-def experts_of(count: int, per_token: int, normalised: bool, hidden: int = 4, inner: int = 3) -> Experts:
-    config = ExpertsConfig(count, per_token, inner, normalised, (True,))
-    experts = Experts(config, hidden, torch.float64, CPU, ops)
+def experts_of(per_token: int, normalised: bool) -> Experts:
+    experts = Experts(ExpertsConfig(5, per_token, 3, normalised, (True,)), 4, torch.float64, CPU, ops)
     torch.manual_seed(0)
     for slot in experts.slots(""):
         slot.view.normal_()
@@ -78,7 +77,7 @@ def experts_of(count: int, per_token: int, normalised: bool, hidden: int = 4, in
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 def test_experts_are_summed_with_their_weights(tokens: int) -> None:
     """Token by token and expert by expert, as the formula has it; and each expert's tokens are counted."""
-    experts = experts_of(5, 3, False)
+    experts = experts_of(3, False)
     x = torch.randn(tokens, 4, dtype=torch.float64)
     weights, chosen = experts.route(x)
     expected = torch.zeros_like(x)
@@ -91,7 +90,7 @@ def test_experts_are_summed_with_their_weights(tokens: int) -> None:
 
 
 def test_a_token_with_nan_changes_no_other() -> None:
-    experts = experts_of(5, 2, True)
+    experts = experts_of(2, True)
     x = torch.randn(3, 4, dtype=torch.float64)
     expected = experts(x)
     x[1] = torch.nan
@@ -219,7 +218,7 @@ def test_a_shape_that_the_copy_engine_cannot_read_runs_without_graphs(
 
 
 def test_padding_is_sent_to_no_expert() -> None:
-    experts = experts_of(5, 2, True)
+    experts = experts_of(2, True)
     x = torch.randn(4, 4, dtype=torch.float64)
     expected = experts(x[:3])
     experts.load.zero_()

@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from textual.app import App
-
 from minitui.dev.simulator import Load
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.rows import plain
@@ -18,11 +16,6 @@ from tests.support.records.simulated import LiveStress, StressApp
 def body(panel: LinePanel, view: View, width: int, height: int) -> list[str]:
     """Returns the panel's rows as text, without its frame."""
     return [plain(row) for row in panel.picture(view, width, height).rows]
-
-
-def lines(app: App[Any]) -> list[str]:
-    """Returns the lines of the screen."""
-    return [strip.text for strip in app.screen._compositor.render_strips()]
 
 
 class Steady(LiveStress):

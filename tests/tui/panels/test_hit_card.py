@@ -27,7 +27,7 @@ def run_to_a_hit() -> tuple[View, list[int], int]:
     makers: dict[int, int] = {}
     for _ in range(2_000):
         stress.run_steps(1)
-        records = stress.drain()
+        records = stress.show(view)
         reused: list[int] = []
         maker = -1
         for record in records:  # (seq, t, kind, …)
@@ -37,8 +37,6 @@ def run_to_a_hit() -> tuple[View, list[int], int]:
                 request = stress.scheduler.requests[record[3]]
                 reused = list(request.table[: record[4] // 16])
                 maker = makers.get(reused[-1], -1)
-        view.fold(records, stress.now)
-        view.frame(stress.now)
         if reused and maker >= 0 and len(view.moment.shown.reuses[-1][1]) == len(reused):
             return view, reused, maker
     raise AssertionError("the simulated engine had no hit")

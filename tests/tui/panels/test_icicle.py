@@ -77,10 +77,8 @@ def test_an_evicted_text_is_hatched_where_it_was():
     stress.gate(True)
     for _ in range(3_000):
         stress.run_steps(1)
-        records = stress.drain()
+        records = stress.show(view)
         evicted = [record for record in records if record[2] == "evict"]
-        view.fold(records, stress.now)
-        view.frame(stress.now)
         assert len(view.moment.just_evicted()) == min(3, len(evicted))
         if evicted:
             break

@@ -33,13 +33,13 @@ def exercise_app(tmp_path: Path, text: str, cpu: float = 2.0) -> ExerciseApp:
 
 @contextlib.asynccontextmanager
 async def shown(
-    app: ExerciseApp, size: tuple[int, int], result: str
+    app: ExerciseApp, size: tuple[int, int], text: str
 ) -> AsyncIterator[tuple[Pilot[Any], ExerciseScreen]]:
-    """Runs the application until its panel of the result has this text."""
+    """Runs the application until the result or the file has this text."""
     async with app.run_test(size=size) as pilot:
         screen = app.screen
         assert isinstance(screen, ExerciseScreen)
-        await until(pilot, lambda: screen.is_mounted and result in screen.result.text)
+        await until(pilot, lambda: screen.is_mounted and text in screen.result.text + screen.file.text)
         yield pilot, screen
 
 
@@ -108,10 +108,7 @@ async def test_what_the_function_printed_in_the_last_step_is_shown_whole_and_eac
 
 async def test_the_file_opens_at_the_function_and_says_how_much_more_there_is(tmp_path) -> None:
     app = exercise_app(tmp_path, EXERCISES["evict"].start)
-    async with app.run_test(size=(80, 24)) as pilot:
-        screen = app.screen
-        assert isinstance(screen, ExerciseScreen)
-        await until(pilot, lambda: screen.is_mounted and "return nodes[-1]" in screen.file.text)
+    async with shown(app, (80, 24), "return nodes[-1]") as (pilot, screen):
         above = re.search(r"(\d+) more lines above", screen.file.text)
         assert "def evict(" in screen.file.text and above is not None and "below" not in screen.file.text
         await until(pilot, lambda: "Press 2 to see the engine at step 52" in screen.result.text)  # there are no panels

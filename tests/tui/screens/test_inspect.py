@@ -21,8 +21,9 @@ from minitui.tui.widgets.inspect.lanes import BatchLanes
 from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.inspect.tree import RadixTree
 from minitui.tui.widgets.inspect.waterfall import Waterfall
+from tests.support.app.driving import lines, text_of
 from tests.support.paths import SNAPSHOTS
-from tests.support.records.panels import lines, simulated
+from tests.support.records.panels import simulated
 from tests.support.records.simulated import StressApp
 
 
@@ -103,7 +104,7 @@ async def test_z_shows_a_panel_alone_and_brings_the_others_back():
         await frames()
         assert tree.size.width == 140 and tree.size.height > small.height
         assert not screen.query_one(BlockMap).region.area
-        text = "\n".join(lines(app))
+        text = text_of(app)
         assert "hit rate" in text and "of 128 tokens" in text, "the vitals and the step stay in sight"
         await pilot.press("z")
         await frames()
@@ -190,7 +191,7 @@ async def test_the_gate_freezing_and_travelling_show_in_the_picture():
         await frames()
         gated = app.view.history.steps.last
         assert f"PAUSED at step {gated:,}" in lines(app)[0]
-        assert f"step {gated:,}  " in "\n".join(lines(app)), "the bar is exactly this step"
+        assert f"step {gated:,}  " in text_of(app), "the bar is exactly this step"
         await pilot.press("n")
         await frames()
         assert app.view.history.steps.last == gated + 1

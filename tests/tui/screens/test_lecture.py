@@ -17,8 +17,9 @@ from minitui.tui.widgets.lecture import Why
 from minitui.viewmodel.explain.predict import Question, question_about
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.narrate import narrate, notable
+from tests.support.app.driving import lines
 from tests.support.paths import SNAPSHOTS
-from tests.support.records.panels import lines, simulated
+from tests.support.records.panels import simulated
 from tests.support.records.views import TIGHT
 
 
@@ -31,9 +32,7 @@ def told(load: Load, steps: int, seed: int = 0):
     stress.gate(True)
     for _ in range(steps):
         stress.run_steps(1)
-        records = stress.drain()
-        view.fold(records, stress.now)
-        view.frame(stress.now)
+        records = stress.show(view)
         yield stress, view, records, narrate(view, view.history.steps.last)
 
 

@@ -31,12 +31,8 @@ from minitui.viewmodel.history.spans import Timeline
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.narrate import narrate
 from minitui.viewmodel.words.teller import Teller
-from tests.support.app.driving import press, until
+from tests.support.app.driving import press, text_of, until
 from tests.support.records.golden import GOLDEN, random_trace
-
-
-def text_of(app: Any) -> str:
-    return "\n".join("".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips())
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, cells, cut, plain
 from minitui.visible import json_text, visible, visible_line
 from tests.support.app.chat_file import open_chats
+from tests.support.app.driving import lines
 from tests.support.app.hostile import EVIL, EVIL_FILE, MARKDOWN, SURROGATE, assert_plain, hostile_app
 from tests.support.app.terminal import Terminal, python
 from tests.support.records.golden import INFO, make_engine
@@ -138,9 +139,9 @@ async def test_a_widget_that_does_not_care_is_plain_too():
         app.screen.query_one(Static).border_title = Content(EVIL)
         app.notify(EVIL + SURROGATE, title=EVIL, markup=False)
         await pilot.pause()
-        lines = [strip.text for strip in app.screen._compositor.render_strips()]
-        assert sum("E␛[31;9m" in line for line in lines) >= 4
-        for line in lines:
+        shown = lines(app)
+        assert sum("E␛[31;9m" in line for line in shown) >= 4
+        for line in shown:
             assert visible_line(line) == line
         svg = app.export_screenshot()
         assert visible(svg) == svg
