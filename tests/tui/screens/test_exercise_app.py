@@ -112,7 +112,7 @@ async def test_the_file_opens_at_the_function_and_says_how_much_more_there_is(tm
         above = re.search(r"(\d+) more lines above", screen.file.text)
         assert "def evict(" in screen.file.text and above is not None and "below" not in screen.file.text
         await until(pilot, lambda: "Press 2 to see the engine at step 52" in screen.result.text)  # there are no panels
-        assert "q quit" in screen.query_one(StatusBar).text, "80 columns have room for it"
+        await until(pilot, lambda: "q quit" in screen.query_one(StatusBar).text)  # 80 columns have room for it
         await press(pilot, "up")
         assert f"{int(above[1]) - 1} more lines above, 1 more line below" in screen.file.text
         await press(pilot, *["pageup"] * 3)
