@@ -107,7 +107,7 @@ def test_a_server_whose_recording_failed_ends_with_a_failure(
     error: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Host:
-        port = 1
+        url = "http://127.0.0.1:1"
         service = SimpleNamespace(model="m", settings=None, recording=SimpleNamespace(error=error))
 
         def __init__(self, *arguments: object) -> None:
