@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from textual.binding import Binding, BindingType
 
@@ -207,22 +207,29 @@ class ClassApp(LessonApp, DemoApp):
         if self._runs:
             self._ran = self.clock()
 
-    def action_next_scene(self) -> None:
+    def _follows(self) -> tuple[str, Callable[[], object]]:
+        """Returns what the key for the next scene does now: in words, and the action."""
         if self.poll is not None:
-            self._asks().reveal()
-        elif self._answer_waits and self.asking is not None:
-            self.asking.reveal()
-        elif self._runs and isinstance(screen := self.screen, LessonScreen):
-            screen.action_hurry()
-        elif self.clock() - self._ran < JUST_S:
-            self.say(f"the experiment has just ended: {self.class_keys[0][0]} again opens the next scene")
-        elif self._steps:
-            self._steps -= 1
-            self.action_do("step")
-        elif self.number + 1 < len(self.sheet.scenes):
-            self.open_scene(self.number + 1)
-        else:
-            self.say("this was the last scene: f9 opens any of them again")
+            return "answer", self._asks().reveal
+        if self._answer_waits and self.asking is not None:
+            return "go on", self.asking.reveal
+        if self._runs:
+            return "to the end", cast(LessonScreen, self.screen).action_hurry
+        if self.clock() - self._ran < JUST_S:
+            ended = "the experiment has just ended"
+            return "next scene", lambda: self.say(f"{ended}: {self.class_keys[0][0]} again opens the next scene")
+        if self._steps:
+            return "next step", self._step
+        if self.number + 1 < len(self.sheet.scenes):
+            return "next scene", lambda: self.open_scene(self.number + 1)
+        return "next scene", lambda: self.say("this was the last scene: f9 opens any of them again")
+
+    def _step(self) -> None:
+        self._steps -= 1
+        self.action_do("step")
+
+    def action_next_scene(self) -> None:
+        self._follows()[1]()
 
     @property
     def shown_ballot(self) -> Ballot | None:
@@ -231,9 +238,7 @@ class ClassApp(LessonApp, DemoApp):
 
     @property
     def class_keys(self) -> list[tuple[str, str]]:
-        follows = "answer" if self.poll is not None else "go on" if self._answer_waits else "next scene"
-        follows = "to the end" if self._runs else "next step" if self._steps else follows
-        keys = (("class.next", "f8", follows), ("class.scenes", "f9", "scenes"))
+        keys = (("class.next", "f8", self._follows()[0]), ("class.scenes", "f9", "scenes"))
         return [(key_label(self.settings.keys.get(id, key)), what) for id, key, what in keys]
 
     def action_choose_scene(self) -> None:
