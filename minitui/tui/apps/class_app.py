@@ -222,7 +222,7 @@ class ClassApp(LessonApp, DemoApp):
             return "next step", self._step
         if self.number + 1 < len(self.sheet.scenes):
             return "next scene", lambda: self.open_scene(self.number + 1)
-        return "next scene", lambda: self.say("this was the last scene: f9 opens any of them again")
+        return "last scene", lambda: self.say("this was the last scene: f9 opens any of them again")
 
     def _step(self) -> None:
         self._steps -= 1

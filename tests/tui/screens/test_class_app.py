@@ -90,7 +90,9 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
                 await until(pilot, lambda: "f8 next step" in app.screen.query_one(StatusBar).text)
                 await pilot.press("f8")
                 await until(pilot, lambda step=step: app.view.history.steps.last == step)
-            await until(pilot, lambda: "f8 next scene  f9 scenes" in app.screen.query_one(StatusBar).text)
+            which = "next" if number + 1 < len(sheet.scenes) else "last"
+            keys = f"f8 {which} scene  f9 scenes"
+            await until(pilot, lambda keys=keys: keys in app.screen.query_one(StatusBar).text)
             if scene.kind in ("question", "chat"):
                 await until(pilot, lambda scene=scene: app.pace == scene.slow)
                 assert not isinstance(app.focused, TextArea), "the keys of the notes are typed into the prompt"
