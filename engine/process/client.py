@@ -328,6 +328,7 @@ class Waiting:
         self.streams: dict[int, Stream] = {}  # tag -> the open stream
         self._calls: dict[int, asyncio.Future[Any]] = {}  # tag -> the answer
         self._ready: asyncio.Future[EngineInfo] = loop.create_future()
+        self._told: dict[Stream, None] = {}  # streams whose readers will be told of new deltas
         self._loop = loop
 
     def for_start(self) -> asyncio.Future[EngineInfo]:
@@ -344,13 +345,16 @@ class Waiting:
         """Pass a message on. A stream or call that no longer waits gets nothing."""
         match message:
             case "news", deltas:
+                if not self._told:  # what arrives in one turn of the event loop is read together
+                    self._loop.call_soon(self._tell)
                 for packed in deltas:
                     if (stream := self.streams.get(packed[0])) is not None:
                         delta = Delta(*packed)
                         delta.request_id = stream.request_id or 0
                         if delta.finish_reason:
                             del self.streams[packed[0]]
-                        stream.put(delta)
+                        stream.add(delta)
+                        self._told[stream] = None
             case "accepted", tag, request_id, seed if tag in self.streams:
                 self.streams[tag].accept(request_id, seed)
             case "refused", tag, sentence, field if tag in self.streams:
@@ -367,6 +371,11 @@ class Waiting:
                 self._ready.set_result(info)
             case "failed", sentence if not self._ready.done():
                 self._ready.set_exception(EngineError(sentence))
+
+    def _tell(self) -> None:
+        told, self._told = self._told, {}
+        for stream in told:
+            stream.tell()
 
     def fail(self, error: EngineError) -> None:
         """Raise `error` in the start and in every open stream and call."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from engine.errors import EngineDead, EngineError
@@ -26,6 +26,7 @@ class Stream:
         self.metrics: dict[str, Any] = {}
         self._unread: deque[Delta | EngineError] = deque()
         self._arrival: asyncio.Future[None] | None = None  # an Event takes several times as long
+        self._at_once: Callable[[], bool] | None = None  # of the reader that waits
         self._decided = asyncio.Event()  # set when the request is accepted or has failed
 
     # ---- for the reader
@@ -43,10 +44,18 @@ class Stream:
             await self.wait()
             yield self._next()
 
-    async def wait(self) -> None:
-        """Wait until there is an unread delta or error. At most one reader may wait."""
+    @property
+    def ending(self) -> bool:
+        """True if the last unread item ends the answer."""
+        item = self._unread[-1]
+        return isinstance(item, EngineError) or bool(item.finish_reason)
+
+    async def wait(self, at_once: Callable[[], bool] | None = None) -> None:
+        """Wait until there is an unread delta or error. At most one reader may wait. `at_once`: called when something
+        has arrived; if it returns True, because it has read all of that, the wait goes on. To wake the reader's task
+        would take as long as to read a delta."""
         if not self._unread:
-            self._arrival = asyncio.get_running_loop().create_future()
+            self._arrival, self._at_once = asyncio.get_running_loop().create_future(), at_once
             await self._arrival
 
     def drain(self) -> list[Delta]:
@@ -88,11 +97,22 @@ class Stream:
 
     def put(self, item: Delta | EngineError) -> None:
         """Add the next delta, or the error that ends the answer."""
+        self.add(item)
+        self.tell()
+
+    def add(self, item: Delta | EngineError) -> None:
+        """Like `put`, but the reader learns of it when `tell` is called."""
         self._unread.append(item)
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
         if isinstance(item, EngineError):
             self._decided.set()
+
+    def tell(self) -> None:
+        """Tell the reader that something has arrived."""
+        arrival = self._arrival
+        if arrival is None or arrival.done() or not self._unread:
+            return
+        if self._at_once is None or not self._at_once():
+            arrival.set_result(None)
 
 
 class Merged(Generic[Item]):

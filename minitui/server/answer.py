@@ -11,7 +11,7 @@ import itertools
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -75,6 +75,9 @@ class Answer:
         self._places = contextlib.ExitStack()
         self._places.enter_context(service.admit(sequences))
         self._merged: Merged[Output] | None = None  # of several sequences
+        self._outputs: list[Output] = []  # so far, of a stream of events
+        self._write: Callable[[bytes], bool] | None = None  # Connection._write: sends events at once
+        self._fault: Exception | None = None  # of `_send_at_once`
         self._deadline = asyncio.get_running_loop().time() + service.settings.request_s
         self._timer: asyncio.TimerHandle | None = None  # one for the answer: one for each part costs more than the part
         self._params = SamplingParams()
@@ -155,6 +158,7 @@ class Answer:
             await unless_disconnected(request.receive, self.prepare())
             if self._stream_events:
                 streaming = True  # the event stream calls `close`
+                self._write = request.scope["state"].get("write")
                 limit = self.service.settings.stalled_reader_s
                 return EventStream(self._all_events(), self.close, limit, self.failed)
             return JSONResponse(self.whole(await unless_disconnected(request.receive, self._all_outputs())))
@@ -192,17 +196,35 @@ class Answer:
     async def _all_events(self) -> AsyncIterator[bytes]:
         """Yields what is sent next: the events of each part are sent together."""
         outputs, last = [Output() for _ in self.streams], b""
+        self._outputs = outputs
         if opening := b"".join(self.opening()):
             yield opening
         async for index, part in self._parts():
-            outputs[index].add(part)
-            events = b"".join(self.events(index, part, outputs))
+            events = self._events_of(index, part)
             if part.finish_reason and all(output.finish_reason for output in outputs):
                 last = events  # sent with the closing events
             elif events:
                 yield events
         if last := last + b"".join(self.closing(outputs)):
             yield last
+
+    def _events_of(self, index: int, part: Output) -> bytes:
+        self._outputs[index].add(part)
+        return b"".join(self.events(index, part, self._outputs))
+
+    def _send_at_once(self) -> bool:
+        """Send the events of what has arrived of the only sequence. Returns False if the task of the response must read
+        it: at the end, and while the peer reads too slowly."""
+        stream = self.streams[0]
+        if self._write is None or stream.ending or not self._write(b""):
+            return False
+        part = _joined(stream.drain())
+        self.service.metrics.generated.add(len(part.ids))
+        try:
+            return self._write(self._events_of(0, self.shown(part)))
+        except Exception as error:
+            self._fault = error
+            return False
 
     # ---- reading the sequences
 
@@ -243,18 +265,24 @@ class Answer:
         """Returns the next part; None after the last one. Layers of generators would take most of a part's time."""
         if self._merged is not None:
             return await anext(self._merged, None)
-        return None if self.streams[0].finish_reason else (0, await _next_part(self.streams[0]))
+        stream = self.streams[0]
+        if stream.finish_reason:
+            return None
+        await stream.wait(self._send_at_once)
+        if self._fault is not None:
+            raise self._fault
+        return 0, _joined(stream.drain())
 
 
 async def _read(stream: Stream) -> AsyncIterator[Output]:
     while not stream.finish_reason:
-        yield await _next_part(stream)
+        await stream.wait()
+        yield _joined(stream.drain())
 
 
-async def _next_part(stream: Stream) -> Output:
-    """Returns a stream's next delta, with those that arrived while the caller handled the last part."""
-    await stream.wait()
-    first, *more = stream.drain()
+def _joined(deltas: list[Delta]) -> Output:
+    """Returns the deltas as one part."""
+    first, *more = deltas
     part = Output(
         first.text, first.ids, first.finish_reason, first.metrics or {}, [*first.logprobs], [*first.prompt_logprobs]
     )

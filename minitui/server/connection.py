@@ -34,11 +34,13 @@ class Connection(H11Protocol):
         await self.config.loaded_app(scope, receive, send)
 
     def _write(self, piece: bytes) -> bool:
-        """Send the next piece of a response without a length. h11 and the layers of ASGI would take most of the time of
-        a short piece. Returns False if `send` must send it: it waits for a peer that reads too slowly."""
-        if not piece or self.flow.write_paused or self.cycle.disconnected:
+        """Send the next piece of a response without a length; b"" sends nothing. h11 and the layers of ASGI would take
+        most of the time of a short piece. Returns False if `send` must send it: it waits for a peer that reads too
+        slowly."""
+        if self.flow.write_paused or self.cycle.disconnected:
             return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        if piece:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         return True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
