@@ -3,6 +3,7 @@ ranks may exist."""
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -39,6 +40,7 @@ class ServerInfo(EngineInfo):
     recording_us: MaybeDuration = None  # the mean time per step that vLLM's process spends on the recording
 
 
+@functools.lru_cache(64)
 def is_loopback(host: str) -> bool:
     """Returns whether this name or address is a loopback address."""
     if host.lower().rstrip(".") == "localhost":

@@ -70,6 +70,12 @@ class Tokenizer:
         tokenizer = self._tokenizer if allow_special else self._literal
         return encode(tokenizer, text, add_special_tokens)
 
+    def encode_together(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Returns what `encode` with `allow_special` returns for each text: on all cores, and without Python's lock.
+        Raises the tokenizer's own errors."""
+        found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [each.ids for each in found]
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of the ids. Without control tokens, other markers stand for some of them (markers.py)."""
         if skip_special_tokens and self._markers:

@@ -27,7 +27,6 @@ from engine.text.structured import CANNOT_CONTINUE
 from minitui.server.access import owner_of
 from minitui.server.errors import ApiError
 from minitui.server.notices import notice
-from minitui.server.openai.reply_schema import PromptDetails, Usage
 from minitui.server.schema import Sampled, StreamOptions
 from minitui.server.service import Service
 from minitui.server.sse import DONE, EventStream, event, failure, unless_disconnected
@@ -66,6 +65,7 @@ class Answer:
 
     # True: the caller may abort sequences. False: an abort comes from the operator, and the caller gets an error.
     cancellable: ClassVar[bool] = False
+    _params = SamplingParams()  # until they are known
 
     def __init__(self, service: Service, sequences: int, stream: bool) -> None:
         """`stream`: True for a stream of events. Raises ApiError if the server is not ready or the queue is full."""
@@ -80,7 +80,6 @@ class Answer:
         self._fault: Exception | None = None  # of `_send_at_once`
         self._deadline = asyncio.get_running_loop().time() + service.settings.request_s
         self._timer: asyncio.TimerHandle | None = None  # one for the answer: one for each part costs more than the part
-        self._params = SamplingParams()
         self._owner = ""  # the API key of the request
         self._constraint = ""  # the field that constrains the reply
         self.prompts: list[list[int]] = []  # their token ids, once they are submitted
@@ -150,21 +149,16 @@ class Answer:
     # ---- the response
 
     async def respond(self, request: Request) -> Response:
-        """Returns an event stream or one JSON object. If the caller disconnects, the sequences are ended. An error
-        before the event stream begins sets the HTTP status."""
-        streaming = False
+        """Returns an event stream, which prepares the request, or one JSON object. If the caller disconnects, the
+        sequences are ended."""
         self._owner = owner_of(request)
+        if self._stream_events:
+            self._write = request.scope["state"].get("write")
+            return EventStream(self._all_events(), self.close, self.service.settings.stalled_reader_s, self.failed)
         try:
-            await unless_disconnected(request.receive, self.prepare())
-            if self._stream_events:
-                streaming = True  # the event stream calls `close`
-                self._write = request.scope["state"].get("write")
-                limit = self.service.settings.stalled_reader_s
-                return EventStream(self._all_events(), self.close, limit, self.failed)
             return JSONResponse(self.whole(await unless_disconnected(request.receive, self._all_outputs())))
         finally:
-            if not streaming:
-                self.close()
+            self.close()
 
     def close(self) -> None:
         """End the unfinished sequences and free their places in the queue. Repeated calls are allowed."""
@@ -188,6 +182,7 @@ class Answer:
             stream.put(TookTooLong())
 
     async def _all_outputs(self) -> list[Output]:
+        await self.prepare()
         outputs = [Output() for _ in self.streams]
         async for index, part in self._parts():
             outputs[index].add(part)
@@ -195,10 +190,10 @@ class Answer:
 
     async def _all_events(self) -> AsyncIterator[bytes]:
         """Yields what is sent next: the events of each part are sent together."""
-        outputs, last = [Output() for _ in self.streams], b""
-        self._outputs = outputs
-        if opening := b"".join(self.opening()):
-            yield opening
+        await self.prepare()
+        self._outputs = outputs = [Output() for _ in self.streams]
+        last = b""
+        yield b"".join(self.opening())
         async for index, part in self._parts():
             events = self._events_of(index, part)
             if part.finish_reason and all(output.finish_reason for output in outputs):
@@ -369,7 +364,7 @@ def usage_of(prompts: Sequence[Sequence[int]], outputs: Sequence[Output]) -> dic
     written = sum(len(output.ids) for output in outputs)
     first = outputs[:: len(outputs) // len(prompts)]
     cached = sum(output.metrics.get("cached_tokens", 0) for output in first)
-    return Usage(
-        prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written,
-        prompt_tokens_details=PromptDetails(cached_tokens=cached),
-    ).model_dump()
+    return {
+        "prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

@@ -86,7 +86,8 @@ class Host:
             uvicorn.Config(
                 self._app, lifespan="off", ws="none", log_config=None, access_log=False,
                 http=cast(Any, functools.partial(Connection, self.service)), h11_max_incomplete_event_size=MAX_HEAD,
-                server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=LAST_ANSWERS_S, backlog=AT_ONCE,
+                server_header=False, proxy_headers=False, timeout_keep_alive=30,
+                timeout_graceful_shutdown=LAST_ANSWERS_S, backlog=AT_ONCE,
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))

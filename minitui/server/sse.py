@@ -35,9 +35,10 @@ def failure(error: ApiError) -> bytes:
 
 
 class EventStream(Response):
-    """Sends each frame immediately. The stream ends early if the caller disconnects or reads nothing for `stalled_s`.
-    `on_end` is always called at the end, to free resources. For an exception in `frames`, the result of `on_error` is
-    sent, because the status has already been sent."""
+    """Sends each frame immediately. The response begins with the first frame, which may be empty: an exception before
+    it is raised. For a later one, the result of `on_error` is sent, because the status has already been sent. The
+    stream ends early if the caller disconnects or reads nothing for `stalled_s`. `on_end` is always called at the end,
+    to free resources."""
 
     media_type = "text/event-stream"
 
@@ -48,6 +49,7 @@ class EventStream(Response):
         self.frames = frames
         self.on_end, self.on_error = on_end, on_error
         self.stalled_s = stalled_s
+        self._began = False
         self._sending_since = math.inf  # on the loop's clock; inf: no frame is being sent
         self.status_code = 200
         self.background = None
@@ -67,6 +69,8 @@ class EventStream(Response):
                 left = self.stalled_s - max(0.0, clock() - self._sending_since)
             if sending.done():
                 sending.result()
+            elif not self._began:
+                raise ApiError(499, "the caller has disconnected")
             elif left <= 0:
                 logger.info("a caller read nothing for %g s, so its stream was ended", self.stalled_s)
         finally:
@@ -78,6 +82,8 @@ class EventStream(Response):
 
     async def _send(self, send: Send, write: Callable[[bytes], bool]) -> None:
         """Send the response. `write`: sends a frame faster, if it can; the others are sent with `send`, which waits."""
+        frame = await anext(self.frames, None)
+        self._began = True
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         clock = asyncio.get_running_loop().time
 
@@ -87,9 +93,10 @@ class EventStream(Response):
             self._sending_since = math.inf
 
         try:
-            async for frame in self.frames:
-                if not write(frame):
+            while frame is not None:
+                if frame and not write(frame):
                     await put(frame)
+                frame = await anext(self.frames, None)
         except Exception as error:
             await put(self.on_error(as_api_error(error)))
         await put(b"", False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -25,11 +26,13 @@ from engine.process.client import EngineClient
 from engine.process.heartbeat import Condition
 from minitui.server.application import create_app
 from minitui.server.command import DEAD_PEER_S, listen
+from minitui.server.connection import Connection
+from minitui.server.openai.completions import CompletionAnswer
 from minitui.server.settings import Role, ServerSettings
 from minitui.server.sse import EventStream
 from minitui.server.telemetry.broadcast import MAX_UNREAD, Watcher
 from tests.support.server.bodies import EXPLODING
-from tests.support.server.events import data_of
+from tests.support.server.events import chunks_of, data_of
 from tests.support.server.serving import Open, Running, serving
 from tests.support.waiting import ended, wait_until
 
@@ -170,6 +173,38 @@ def test_a_reader_that_stops_reading_is_dropped() -> None:
         return time.monotonic() - started
 
     assert asyncio.run(main()) < 60 and ended == [True] and len(sent) == 6
+
+
+def test_a_reader_that_pauses_gets_the_whole_text(server: Running, monkeypatch: Any) -> None:
+    asked, paused = itertools.count(), []
+    write = Connection._write
+
+    def sometimes(connection: Connection, piece: bytes) -> bool:
+        if not piece and next(asked) % 3 == 0:  # the next event waits for its reader
+            paused.append(1)
+            return False
+        return write(connection, piece)
+
+    monkeypatch.setattr(Connection, "_write", sometimes)
+    body = {"prompt": "What is paging?", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+    with server.slowed():
+        chunks = chunks_of(server.post("/v1/completions", {**body, "stream": True}).text)
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    assert text == server.answer("/v1/completions", body)["choices"][0]["text"] and len(paused) > 2
+
+
+def test_an_error_in_the_middle_of_a_stream_ends_it(server: Running, monkeypatch: Any) -> None:
+    def broken(answer: CompletionAnswer, index: int, part: Any, outputs: Any) -> Iterator[bytes]:
+        if len(outputs[0].ids) > 2:
+            raise EngineError("a reason")
+        yield b": \n\n"
+
+    monkeypatch.setattr(CompletionAnswer, "events", broken)
+    with server.slowed():
+        body = {"prompt": "What is paging?", "max_tokens": 40, "ignore_eos": True, "stream": True}
+        data = data_of(server.post("/v1/completions", body).text)
+    assert json.loads(data[0])["error"]["message"] == "a reason" and data[1:] == ["[DONE]"]
+    server.wait_idle()
 
 
 def test_a_client_of_an_older_http_gets_a_stream_without_chunks(server: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,7 +10,9 @@ import openai
 import pytest
 
 from engine.core.step import TokenLogprobs
+from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
+from minitui.server.openai import prompts
 from minitui.server.openai.logprobs import Offsets, completion_logprobs
 from minitui.tutor import model_dir
 from tests.support.server.events import chunks_of
@@ -156,8 +159,8 @@ def test_reasoning_is_separated_from_the_answer(client: Any, stream: bool) -> No
 
 def test_texts_go_on_as_they_stand_whole_and_streamed(client: Any) -> None:
     options: dict[str, Any] = {"model": "tutor", "max_tokens": 8, "temperature": 0}
-    prompts = [TEXT, TEXT.replace("the KV cache", "paging")]
-    several = client.completions.create(prompt=prompts, n=2, logprobs=2, **options)
+    texts = [TEXT, TEXT.replace("the KV cache", "paging")]
+    several = client.completions.create(prompt=texts, n=2, logprobs=2, **options)
     assert [c.index for c in several.choices] == [0, 1, 2, 3] and several.choices[0].text == several.choices[1].text
     assert "".join(several.choices[0].logprobs.tokens) == several.choices[0].text
     assert len(several.choices[0].logprobs.text_offset) == 8
@@ -167,11 +170,14 @@ def test_texts_go_on_as_they_stand_whole_and_streamed(client: Any) -> None:
     assert echoed.choices[0].text == TEXT + several.choices[0].text
 
 
+@pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize(
     ("path", "asked"), [("chat/completions", {"messages": QUESTION}), ("completions", {"prompt": TEXT})]
 )
-def test_events_that_only_have_text_are_made_like_all_others(server: Running, path: str, asked: Any) -> None:
-    body = {"model": "tutor", "max_tokens": 12, "temperature": 0, "n": 2, "stream": True, **asked}
+def test_events_that_only_have_text_are_made_like_all_others(
+    server: Running, path: str, asked: Any, samples: int
+) -> None:
+    body = {"model": "tutor", "max_tokens": 12, "temperature": 0, "n": samples, "stream": True, **asked}
     streams = []
     for more in ({}, {"return_token_ids": True}):  # with token ids, each event is made as a whole
         with server.slowed():
@@ -183,6 +189,23 @@ def test_events_that_only_have_text_are_made_like_all_others(server: Running, pa
         fields = {name: type(value) for name, value in last.items()}
         streams.append((texts, fields, {*last["choices"][0]} - {"token_ids", "prompt_token_ids"}))
     assert streams[0] == streams[1] and len(streams[0][0][0]) > 10
+
+
+def test_prompts_that_come_together_are_encoded_as_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = server.service.tokenizer
+    texts = [f"{TEXT} {number}" for number in range(9)]
+
+    async def burst(texts: list[str], last: int | None = None) -> list[Any]:
+        encoder = prompts.Encoder(server.service)
+        work = [encoder.encode((tokenizer, text, True, 4096, last), 9) for text in texts]
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    *good, error = server.call(burst([*texts, "\ud800"]))
+    expected = [tokenizer.encode(text, allow_special=True) for text in texts]
+    assert good == expected and isinstance(error, InvalidRequest) and "lone surrogate" in str(error)
+    monkeypatch.setattr(prompts, "encode", None)  # which is for one prompt
+    assert server.call(burst(texts)) == expected
+    assert server.call(burst(texts, 3)) == [ids[-3:] for ids in expected]
 
 
 @pytest.mark.parametrize("stream", [False, True])
