@@ -21,7 +21,7 @@ class Stream:
         self.request_id: int | None = None
         self.seed: int | None = None
         self.ids: list[int] = []
-        self.text = ""
+        self._texts: list[str] = []
         self.finish_reason = ""
         self.metrics: dict[str, Any] = {}
         self._unread: deque[Delta | EngineError] = deque()
@@ -30,6 +30,11 @@ class Stream:
         self._decided = asyncio.Event()  # set when the request is accepted or has failed
 
     # ---- for the reader
+
+    @property
+    def text(self) -> str:
+        """The text of the deltas that were read."""
+        return "".join(self._texts)
 
     @property
     def unread(self) -> int:
@@ -71,7 +76,7 @@ class Stream:
             self.finish_reason = f"error: {item}"
             raise item
         self.ids += item.ids
-        self.text += item.text
+        self._texts.append(item.text)
         if item.finish_reason:
             self.finish_reason, self.metrics = item.finish_reason, item.metrics or {}
         return item

@@ -46,6 +46,10 @@ class Output:
     def add(self, part: Delta | Output) -> None:
         """Append the next part."""
         self.text += part.text
+        self.count(part)
+
+    def count(self, part: Delta | Output) -> None:
+        """Append all of the next part but its text, which has been sent."""
         self.ids += part.ids
         self.logprobs += part.logprobs
         self.prompt_logprobs += part.prompt_logprobs
@@ -204,7 +208,7 @@ class Answer:
             yield last
 
     def _events_of(self, index: int, part: Output) -> bytes:
-        self._outputs[index].add(part)
+        self._outputs[index].count(part)
         return b"".join(self.events(index, part, self._outputs))
 
     def _send_at_once(self) -> bool:

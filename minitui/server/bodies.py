@@ -7,14 +7,13 @@ from __future__ import annotations
 import inspect
 import json
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NoReturn, cast
 
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -127,7 +126,7 @@ class Inflater:
     """Turns the pieces of a body as sent into its bytes. Without Content-Encoding, they are the same. It works piece by
     piece: a small, dense body holds neither the memory nor the event loop."""
 
-    def __init__(self, headers: Headers) -> None:
+    def __init__(self, headers: Mapping[str, str]) -> None:
         coding = headers.get("content-encoding", "identity").strip().lower()
         if coding not in (*WINDOW, "identity", ""):
             raise ApiError(

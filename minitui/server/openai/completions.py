@@ -83,6 +83,7 @@ class CompletionAnswer(OpenAIAnswer):
         self.given = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else [*prompt]
         super().__init__(service, body, len(self.given))
         self.body, self._encoder = body, encoder
+        self._only_prompt = body.max_tokens == 0
         self._offsets: dict[int, Offsets] = {}  # choice -> text offsets of its tokens so far
 
     async def prepare(self) -> None:
@@ -104,7 +105,7 @@ class CompletionAnswer(OpenAIAnswer):
         )
 
     def shown(self, part: Output) -> Output:
-        if self.body.max_tokens != 0:
+        if not self._only_prompt:
             return part
         ended = part.finish_reason and "length"
         return Output(finish_reason=ended, metrics=part.metrics, prompt_logprobs=part.prompt_logprobs)
