@@ -115,6 +115,25 @@ class Tokenizer:
         Only the template can add control tokens: names of control tokens in a message are plain text. Raises
         InvalidRequest if there is no template, or if the template refuses the messages.
         """
+        rendered, mark = self.rendered_chat(
+            messages, add_generation_prompt, continue_final_message=continue_final_message,
+            chat_template=chat_template, any_length=any_length, **template,
+        )
+        if not tokenize:
+            return rendered.replace(mark, "") if mark else rendered
+        return self.encode_chat(rendered, mark)
+
+    def encode_chat(self, rendered: str, mark: str) -> list[int]:
+        """Returns the ids of the result of `rendered_chat`."""
+        return self._encode_marked(rendered, mark) if mark else encode(self._tokenizer, rendered, False)
+
+    def rendered_chat(
+        self, messages: list[Message], add_generation_prompt: bool = True, *, continue_final_message: bool = False,
+        chat_template: str | None = None, any_length: bool = False, **template: Any,
+    ) -> tuple[str, str]:
+        """Returns (a conversation's text, the mark before each character in it that is not of a control token). The
+        mark is "" if no message has the name of one; then `encode` with `allow_special` returns the ids. The arguments
+        are those of `apply_chat_template`."""
         if any(template.pop(name, default) is not default for name, default in OF_TRANSFORMERS):
             raise InvalidRequest(
                 f"{', '.join(name for name, _ in OF_TRANSFORMERS)} are not arguments of this tokenizer: "
@@ -137,9 +156,7 @@ class Tokenizer:
             rendered = _up_to_last_message(rendered, shown)
         if not any_length:
             self._check_length(rendered.replace(mark, "") if mark else rendered)
-        if not tokenize:
-            return rendered.replace(mark, "") if mark else rendered
-        return self._encode_marked(rendered, mark) if mark else encode(self._tokenizer, rendered, False)
+        return rendered, mark
 
     def render_chat(
         self, messages: list[Message], add_generation_prompt: bool = True, *, chat_template: str | None = None,

@@ -29,6 +29,7 @@ from engine.text import early_tokenizer
 from engine.text.limited_process import TakesLonger, patience
 from engine.text.tokenizer import Tokenizer
 from minitui.server.errors import ApiError, ContextExceeded
+from minitui.server.openai.prompts import Encoder
 from minitui.server.settings import ServerSettings
 from minitui.server.telemetry.broadcast import Broadcast
 from minitui.server.telemetry.http_metrics import HttpMetrics
@@ -68,6 +69,7 @@ class Service:
         self._client: EngineClient | None = None
         self._tokenizer: Tokenizer | None = None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenise")
+        self.encoder = Encoder(self.in_thread)
         self._jobs: dict[object, float] = {}  # waiting and running jobs of these threads, the oldest first -> its start
         self._compiling: dict[str, asyncio.Lock] = {}  # API key -> the lock of its compilation
         self._durations: deque[float] = deque(maxlen=64)  # seconds that the last requests took

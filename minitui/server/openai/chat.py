@@ -18,7 +18,7 @@ from minitui.server.constraints import Constraint
 from minitui.server.errors import STREAMED, ApiError
 from minitui.server.openai.chat_schema import ChatRequest
 from minitui.server.openai.logprobs import chat_logprobs, prompt_logprobs, without_end
-from minitui.server.openai.prompts import conversation
+from minitui.server.openai.prompts import conversation, rendered
 from minitui.server.openai.reply_parser import THINK, ForcedCallParser, Parts, ReplyParser
 from minitui.server.openai.reply_schema import OpenAIResponse
 from minitui.server.service import Service
@@ -153,16 +153,20 @@ async def prompt_of(
         values.setdefault("enable_thinking", False)
     values |= {"chat_template": body.chat_template, "continue_final_message": bool(body.continue_final_message)}
     generate = body.add_generation_prompt is not False
+    tokenizer = service.tokenizer
+    arguments = (tokenizer, body.messages, tools or None, generate, values, service.longest, last)
     try:
-        ids = await (service.at_once if not tools and _is_short(body) else service.in_thread)(
-            conversation, service.tokenizer, body.messages, tools or None, generate, values, service.longest, last
-        )
+        if tools or last is not None or not _is_short(body):
+            ids = await service.in_thread(conversation, *arguments)
+        else:
+            text, mark = await service.at_once(rendered, *arguments)
+            ids = tokenizer.encode_chat(text, mark) if mark else await service.encoder.encode(tokenizer, text, False)
     except InvalidRequest as error:
         if error.field == "prompt":  # the tokenizer's name for the text
             error.field = "messages"
         raise
     if body.add_special_tokens:
-        added = service.tokenizer.encode("", add_special_tokens=True)
+        added = tokenizer.encode("", add_special_tokens=True)
         ids = ids if ids[: len(added)] == added else [*added, *ids]
     return ids
 

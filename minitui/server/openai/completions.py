@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from engine.text.tokenizer import LONG_TEXT
 from minitui.server.answer import Answer, OpenAIAnswer, Output, usage_of
 from minitui.server.bodies import Endpoints
 from minitui.server.errors import STREAMED
@@ -21,7 +22,7 @@ from minitui.server.openai.logprobs import (
     prompt_logprobs,
     without_end,
 )
-from minitui.server.openai.prompts import Encoder
+from minitui.server.openai.prompts import encode, needed
 from minitui.server.openai.reply_schema import Generated, OpenAIResponse
 from minitui.server.openai.text_schema import CompletionRequest, GenerateRequest
 from minitui.server.service import Service
@@ -31,12 +32,11 @@ from minitui.server.sse import as_json, event
 def router(service: Service) -> APIRouter:
     """Returns the endpoints."""
     routes = Endpoints(service)
-    encoder = Encoder(service)
 
     @routes.post("/v1/completions", response_model=OpenAIResponse, responses=STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a text, several texts, or token ids."""
-        return await CompletionAnswer(service, body, encoder).respond(request)
+        return await CompletionAnswer(service, body).respond(request)
 
     @routes.post("/generate", response_model=Generated, responses=STREAMED)
     async def generate(body: GenerateRequest, request: Request) -> Response:
@@ -45,7 +45,7 @@ def router(service: Service) -> APIRouter:
         By default, the answer is a stream of events `data: {"text": ...}`, then `data: [DONE]`. With "stream": false it
         is one JSON object.
         """
-        return await GenerateAnswer(service, body, encoder).respond(request)
+        return await GenerateAnswer(service, body).respond(request)
 
     return routes
 
@@ -53,14 +53,13 @@ def router(service: Service) -> APIRouter:
 class GenerateAnswer(Answer):
     """The answer of /generate: one continuation."""
 
-    def __init__(self, service: Service, body: GenerateRequest, encoder: Encoder) -> None:
+    def __init__(self, service: Service, body: GenerateRequest) -> None:
         super().__init__(service, 1, body.stream is not False)
-        self.body, self._encoder = body, encoder
+        self.body = body
 
     async def prepare(self) -> None:
         service, body = self.service, self.body
-        prompt = (service.tokenizer, body.prompt, True, service.longest, None)
-        ids = await self._encoder.encode(prompt, len(body.prompt))
+        ids = await _encode(service, len(body.prompt), body.prompt, True)
         await self.submit([ids], body.params())
 
     def whole(self, outputs: list[Output]) -> dict[str, Any]:
@@ -77,12 +76,12 @@ class CompletionAnswer(OpenAIAnswer):
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, service: Service, body: CompletionRequest, encoder: Encoder) -> None:
+    def __init__(self, service: Service, body: CompletionRequest) -> None:
         prompt = body.prompt
         self.given: list[str | list[int]]
         self.given = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else [*prompt]
         super().__init__(service, body, len(self.given))
-        self.body, self._encoder = body, encoder
+        self.body = body
         self._only_prompt = body.max_tokens == 0
         self._offsets: dict[int, Offsets] = {}  # choice -> text offsets of its tokens so far
 
@@ -92,7 +91,7 @@ class CompletionAnswer(OpenAIAnswer):
         size = sum(map(len, self.given))
         added = body.add_special_tokens is not False
         prompts = [
-            await self._encoder.encode((self.tokenizer, prompt, added, service.longest, last), size)
+            await _encode(service, size, prompt, added, last)
             if isinstance(prompt, str) else prompt if last is None else prompt[-last:]
             for prompt in self.given
         ]
@@ -171,3 +170,12 @@ class CompletionAnswer(OpenAIAnswer):
         ends = () if self.body.echo else self.service.info.eos_ids
         shown = without_end(part.logprobs, part.finish_reason, ends)
         return completion_logprobs(self.tokenizer, shown, self.body.logprobs, offsets)
+
+
+async def _encode(service: Service, size: int, text: str, added: bool, last: int | None = None) -> list[int]:
+    """Returns the result of `encode`. `size`: the number of characters of all prompts of the request."""
+    if size >= LONG_TEXT:
+        return await service.in_thread(encode, service.tokenizer, text, added, service.longest, last)
+    text = needed(service.tokenizer, text, service.longest, last)
+    ids = await service.encoder.encode(service.tokenizer, text, added)
+    return ids if last is None else ids[-last:]

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from engine.errors import InvalidRequest, PromptTooLong
-from engine.text.tokenizer import LONG_TEXT, Tokenizer
+from engine.text.tokenizer import Tokenizer
 from engine.text.tool_messages import for_template
 from minitui.server.errors import ContextExceeded
 from minitui.server.openai.chat_schema import ChatMessage
-from minitui.server.service import Service
 
 CHARACTERS_PER_TOKEN = 8  # an upper limit: real texts have fewer on average
 MARGIN = 16  # tokens: cutting a text can add a few tokens where it is cut
@@ -24,46 +24,38 @@ def encode(
 ) -> list[int]:
     """Returns the ids of a prompt. If its text spells out a control token, the ids contain that control token. `last`:
     return only this many ids, the last ones. Raises ContextExceeded if the prompt is much longer than `most` tokens."""
-    text = _needed(tokenizer, text, most, last)
-    try:
-        ids = tokenizer.encode(text, allow_special=True, add_special_tokens=add_special_tokens)
-    except InvalidRequest:
-        raise
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"the prompt cannot be encoded: {error}", "prompt") from error
+    ids = _ids(tokenizer, needed(tokenizer, text, most, last), add_special_tokens)
     return ids if last is None else ids[-last:]
 
 
-Prompt = tuple[Tokenizer, str, bool, int | None, int | None]  # the arguments of `encode`
+Text = tuple[Tokenizer, str, bool]  # a prompt; True: add the tokens that the tokenizer puts around a text
 
 
 class Encoder:
-    """Encodes prompts. Those that wait at the same time are encoded together in a thread, without Python's lock: this
-    is a quarter of the time of a request, and meanwhile the event loop begins others. A single short one is encoded at
+    """Encodes short texts. Those that wait at the same time are encoded together in a thread, without Python's lock:
+    this is a quarter of the time of a request, and meanwhile the event loop begins others. A single one is encoded at
     once: the way to a thread and back takes longer."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._waiting: list[tuple[Prompt, asyncio.Future[list[int]]]] = []
+    def __init__(self, in_thread: Callable[..., Awaitable[Any]]) -> None:
+        self._in_thread = in_thread  # Service.in_thread
+        self._waiting: list[tuple[Text, asyncio.Future[list[int]]]] = []
         self._running: asyncio.Task[None] | None = None
 
-    async def encode(self, prompt: Prompt, size: int) -> list[int]:
-        """Returns `encode(*prompt)`. `size`: the number of characters of all prompts of the request."""
-        if size >= LONG_TEXT:
-            return await self._service.in_thread(encode, *prompt)
+    async def encode(self, *text: Any) -> list[int]:
+        """Returns the ids of a Text. If it spells out a control token, the ids contain that token. Raises
+        InvalidRequest."""
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((prompt, future))
+        self._waiting.append((text, future))
         self._running = self._running or asyncio.create_task(self._run())
         return await future
 
     async def _run(self) -> None:
-        batch: list[tuple[Prompt, asyncio.Future[list[int]]]] = []
+        batch: list[tuple[Text, asyncio.Future[list[int]]]] = []
         try:
             while self._waiting:
                 batch, self._waiting = self._waiting, []
-                prompts = [prompt for prompt, _ in batch]
-                several = len(prompts) > 1
-                found = await self._service.in_thread(_encode_all, prompts) if several else [_result(prompts[0])]
+                texts = [text for text, _ in batch]
+                found = await self._in_thread(_encode_all, texts) if len(texts) > 1 else [_result(texts[0])]
                 for (_, future), ids in zip(batch, found, strict=True):
                     if future.done():
                         continue  # its caller has disconnected
@@ -77,30 +69,37 @@ class Encoder:
                 future.cancel()  # the server stops
 
 
-def _encode_all(prompts: list[Prompt]) -> list[list[int] | Exception]:
-    """Returns the result of `encode` for each prompt."""
-    tokenizer, added = prompts[0][0], prompts[0][2]
+def _encode_all(texts: list[Text]) -> list[list[int] | Exception]:
+    """Returns the ids or the error of each text."""
+    tokenizer, _, added = texts[0]
     try:
-        if all(prompt[2] == added for prompt in prompts):
-            texts = [_needed(tokenizer, text, most, last) for _, text, _, most, last in prompts]
-            found = tokenizer.encode_together(texts, added)
-            return [ids if prompt[4] is None else ids[-prompt[4] :] for prompt, ids in zip(prompts, found, strict=True)]
+        if all(text[2] == added for text in texts):
+            return list(tokenizer.encode_together([text for _, text, _ in texts], added))
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException:  # a panic, for example, for one of the texts: each gets its own error
         pass
-    return list(map(_result, prompts))
+    return list(map(_result, texts))
 
 
-def _result(prompt: Prompt) -> list[int] | Exception:
+def _result(text: Text) -> list[int] | Exception:
     try:
-        return encode(*prompt)
+        return _ids(*text)
     except Exception as error:
         return error
 
 
-def _needed(tokenizer: Tokenizer, text: str, most: int | None, last: int | None) -> str:
-    """Returns the part of a text whose ids matter."""
+def _ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        return tokenizer.encode(text, allow_special=True, add_special_tokens=add_special_tokens)
+    except InvalidRequest:
+        raise
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"the prompt cannot be encoded: {error}", "prompt") from error
+
+
+def needed(tokenizer: Tokenizer, text: str, most: int | None, last: int | None) -> str:
+    """Returns the part of a prompt that `encode`, with the same arguments, encodes."""
     if last is not None:
         return text[-(last + MARGIN) * CHARACTERS_PER_TOKEN :]
     _check_beginning(tokenizer, text, most, "prompt")
@@ -111,9 +110,18 @@ def conversation(
     tokenizer: Tokenizer, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, generate: bool,
     values: dict[str, Any], most: int | None = None, last: int | None = None,
 ) -> list[int]:
-    """Returns the ids of a conversation. `generate`: add the generation prompt. `values`: variables of the template,
-    and further arguments of `Tokenizer.apply_chat_template`. `last`: return only this many ids, the last ones. Raises
-    InvalidRequest if the template fails, and ContextExceeded if the conversation is much longer than `most` tokens."""
+    """Returns the ids of a conversation. The arguments are those of `rendered`."""
+    ids = tokenizer.encode_chat(*rendered(tokenizer, messages, tools, generate, values, most, last))
+    return ids if last is None else ids[-last:]
+
+
+def rendered(
+    tokenizer: Tokenizer, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, generate: bool,
+    values: dict[str, Any], most: int | None = None, last: int | None = None,
+) -> tuple[str, str]:
+    """Returns the result of `Tokenizer.rendered_chat`. `generate`: add the generation prompt. `values`: variables of
+    the template, and further arguments. `last`: the number of ids to keep, the last ones. Raises InvalidRequest if the
+    template fails, and ContextExceeded if the conversation is much longer than `most` tokens."""
     template = values.get("chat_template") or tokenizer.chat_template or ""
     plain, tools = for_template([message.plain() for message in messages], tools, template)
     if tools:
@@ -122,8 +130,7 @@ def conversation(
         if most is not None and last is None:
             text = " ".join([*(str(message.get("content")) for message in plain), json.dumps(tools or [])])
             _check_beginning(tokenizer, text, most, "messages")
-        ids = tokenizer.apply_chat_template(plain, generate, any_length=last is not None, **values)
-        return ids if last is None else ids[-last:]
+        return tokenizer.rendered_chat(plain, generate, any_length=last is not None, **values)
     except PromptTooLong as error:
         raise ContextExceeded("messages", error.tokens, error.context, counted=False) from error
     except InvalidRequest:
