@@ -24,10 +24,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import eight_bits_many
-from engine.kernels.card import after_previous, fitting, overlap
+from engine.kernels.card import after_previous, fitting, overlap, read_tile, tiles_of
 from engine.kernels.eight_bits_many import RANGES, round_groups, round_rows
 from engine.kernels.gemv import ScaledMatrix, gemv
 
@@ -55,9 +54,11 @@ def _skinny_kernel(
     high = tl.zeros([BLOCK_N, BLOCK_M], SUM)
     low = tl.zeros([BLOCK_N, BLOCK_M], SUM)
     for k0 in tl.range(0, SPAN, BLOCK_K, num_stages=STAGES):
-        a = w.load([tile * BLOCK_N, part * SPAN + k0])
-        b = x.load([0, part * SPAN + k0])  # rows past M are low parts or zeros; results of these rows are not stored
-        c = x.load([M, part * SPAN + k0])
+        k = part * SPAN + k0
+        a = read_tile(w, tile * BLOCK_N, k, N, K, BLOCK_N, BLOCK_K)
+        # Rows of b past M are low parts or zeros; results of these rows are not stored.
+        b = read_tile(x, 0, k, 2 * M, K, BLOCK_M, BLOCK_K)
+        c = read_tile(x, M, k, 2 * M, K, BLOCK_M, BLOCK_K)
         if BLOCKS:
             by_block = tl.load(at_scale + k0 // BLOCK_K)
             high += tl.dot(a, b.T) * by_block
@@ -90,8 +91,7 @@ def skinny(
     stages = fitting(stages, (2 * block_m + block_n) * BLOCK_K)
     y = torch.empty(parts, m, n, dtype=dtype, device=values.device) if out is None else out
     _skinny_kernel[(triton.cdiv(n, block_n), parts)](
-        TensorDescriptor.from_tensor(values, [block_m, BLOCK_K]), scale,
-        TensorDescriptor.from_tensor(w.values, [block_n, BLOCK_K]), w.scale, y, m, n, K=k,
+        tiles_of(values, [block_m, BLOCK_K]), scale, tiles_of(w.values, [block_n, BLOCK_K]), w.scale, y, m, n, K=k,
         FACTOR=RANGES[values.dtype][1], BLOCKS=w.scale.dim() == 2, WHOLE=values.dtype == torch.int8, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_K=BLOCK_K, SPLIT_K=parts, STAGES=stages, num_warps=warps, **overlap(),
     )

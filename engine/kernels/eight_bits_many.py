@@ -19,9 +19,8 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.card import after_previous, card, fitting, overlap
+from engine.kernels.card import after_previous, card, fitting, overlap, read_tile, tiles_of
 from engine.kernels.gemv import ScaledMatrix
 from engine.kernels.norms import silu_times
 
@@ -121,8 +120,8 @@ def _product_kernel(
     after_previous(PDL)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if WHOLE else tl.float32)
     for c in tl.range(0, K // BLOCK_K, num_stages=STAGES):
-        a = x.load([tile_m * BLOCK_M, c * BLOCK_K])
-        b = w.load([tile_n * BLOCK_N, c * BLOCK_K])
+        a = read_tile(x, tile_m * BLOCK_M, c * BLOCK_K, M, K, BLOCK_M, BLOCK_K)
+        b = read_tile(w, tile_n * BLOCK_N, c * BLOCK_K, N, K, BLOCK_N, BLOCK_K)
         if WHOLE:
             total = tl.dot(a, b.T, total, out_dtype=tl.int32)
         else:
@@ -158,10 +157,9 @@ def tiled(values: torch.Tensor, scale: torch.Tensor, w: ScaledMatrix, out: torch
     y = torch.empty(m, n, dtype=torch.bfloat16, device=values.device) if out is None else out
     block_m, block_n, warps, stages = form_for(m, n, whole)
     _product_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
-        TensorDescriptor.from_tensor(values, [block_m, BLOCK]), scale,
-        TensorDescriptor.from_tensor(w.values, [block_n, BLOCK]), w.scale, y, m, n, K=k, WHOLE=whole, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_K=BLOCK, GROUP=GROUP_M, STAGES=fitting(stages, (block_m + block_n) * BLOCK),
-        num_warps=warps, **overlap(),
+        tiles_of(values, [block_m, BLOCK]), scale, tiles_of(w.values, [block_n, BLOCK]), w.scale, y, m, n, K=k,
+        WHOLE=whole, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK, GROUP=GROUP_M,
+        STAGES=fitting(stages, (block_m + block_n) * BLOCK), num_warps=warps, **overlap(),
     )
     return y
 

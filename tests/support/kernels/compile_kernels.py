@@ -24,6 +24,7 @@ class Size(NamedTuple):
 
     shared: int = 0  # bytes of shared memory of a program
     local: int = 0  # bytes of a thread outside registers: spilled ones
+    ahead: bool = True  # all its forms copy numbers into shared memory while they compute
 
 
 Sizes = dict[str, Size]  # by kernel
@@ -76,7 +77,8 @@ def compiling_for(wanted: Card, monkeypatch: Any) -> Iterator[Sizes]:
             made = kernel.run(*args, grid=(1,), warmup=True, **options)
             name = kernel.fn.__name__
             most = found.get(name, Size())
-            found[name] = Size(max(most.shared, made.metadata.shared), max(most.local, local_bytes(made)))
+            ahead = most.ahead and "cp.async" in made.asm["ptx"]
+            found[name] = Size(max(most.shared, made.metadata.shared), max(most.local, local_bytes(made)), ahead)
 
         return launch
 
