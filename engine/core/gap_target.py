@@ -11,31 +11,32 @@ garbage collection, another program) does not stop them either.
 from __future__ import annotations
 
 LEAST = 16  # tokens that a step may always compute
-SHARE = 128  # this part of a budget is allowed, too: on a GPU, 64 tokens take no longer than 16
+SHARE = 128  # at first, this part of the budget: on a GPU, 64 tokens at the start of a text take no longer than 16
 NEWER = 0.2  # weight of the newest step in the usual time
 
 
 class GapTarget:
-    """The number of prompt tokens for the next step beside replies: `tokens`, from `least` to `most`."""
+    """The number of prompt tokens for the next step beside replies: `tokens`, from LEAST to `most`."""
 
     def __init__(self, max_gap_ms: float, most: int) -> None:
-        self.tokens = self.least = min(most, max(LEAST, most // SHARE))
+        self.tokens = min(most, max(LEAST, most // SHARE))
         self._most = most
         self._target_s = max_gap_ms / 1e3
-        self._decode_s = 0.0  # the usual time of a step with few prompt tokens or none; 0: unknown
+        self._decode_s = 0.0  # the usual time of a step without prompt tokens; 0: unknown
 
     def measured(self, decodes: int, prompt_tokens: int, took_s: float) -> None:
         """Learn from a step that was committed. `took_s`: seconds since the results of the step before it."""
         if not decodes:
             return
-        if prompt_tokens <= self.least:  # it takes about as long as without them
+        if not prompt_tokens:
             before = self._decode_s or took_s
             self._decode_s = before + NEWER * (took_s - before)
-            if not prompt_tokens:
-                return
+            return
+        if prompt_tokens <= LEAST:  # without them, it would not take longer; after a long text, it would be shorter
+            self._decode_s = min(self._decode_s or took_s, took_s)
         room, took = max(self._target_s - self._decode_s, self._decode_s / 2), took_s - self._decode_s
         fitting = prompt_tokens * room / took if took > 0 else 2.0 * self.tokens
         if fitting > self.tokens and 2 * prompt_tokens < self.tokens:
             return  # the prompts were short: the step says little about long chunks
         bounded = min(2 * self.tokens, max(self.tokens // 2, int(fitting)))
-        self.tokens = max(self.least, min(self._most, bounded))
+        self.tokens = max(min(LEAST, self._most), min(self._most, bounded))
