@@ -336,7 +336,7 @@ def _from_results(
         prompts = np.roll(told, -1, axis=0)[before][:, [PREFILL_STEPS, PREFILL_TOKENS]]
         no_graph, of_host[PREFILL_TOKENS] = robust(prompts, took[before]).costs
     else:
-        no_graph = float(np.percentile(took[slowly], 10))  # the device can take longer than the launch
+        no_graph = float(min([np.percentile(took[slowly], 10), *took[before]]))  # the device can take longer
     tail = float(np.percentile(took[slow & ~slowly], 10)) if (slow & ~slowly).any() else 0.0
     own = robust(told[quiet], took[quiet], _prior(told, took)[:2]).costs
     if known.sum() >= LEAST_STEPS:
