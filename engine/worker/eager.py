@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from engine.attention.base import ForwardMeta
 from engine.core.request import Grammar
@@ -23,9 +22,10 @@ from engine.worker.runner import Executor
 LOGPROB_ROWS = 256  # for prompt logprobs: number of positions whose logits are in memory at the same time
 
 
-def padded_rows(n: int, most: int) -> int:
-    """Returns the number of rows whose logits are computed for n rows. `most`: memory was measured with that many."""
-    return max(n, min(most, 1 << (n - 1).bit_length()))
+def padded(indices: np.ndarray, most: int) -> np.ndarray:
+    """Returns `indices` [n] with the last one repeated until their number is a power of two, or `most`."""
+    n = len(indices)
+    return np.pad(indices, (0, max(0, min(most, 1 << (n - 1).bit_length()) - n)), "edge") if n else indices
 
 
 class Eager(Executor):
@@ -37,6 +37,10 @@ class Eager(Executor):
         """`model`: computes what the decoder computes, faster; None: the decoder."""
         self._loaded, self._model = loaded, model or loaded.model
         self._batch = loaded.batch
+        # On a GPU, the number of rows after the last attention is padded to one of few numbers. For the first product
+        # of a number of rows, CUDA loads a kernel, and waits until the device has no work. At the end of a step with
+        # prompts, that takes as long as the step, and only then the host hands out the results of the step before.
+        self.pads = loaded.device.type == "cuda"
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep:
         """Enqueue a step. On a CPU the step is complete when this method returns."""
@@ -62,7 +66,11 @@ class Eager(Executor):
             drawing = drawing[entries]
         draw_rows, draw_positions = rows[entries], positions[drawing] + 1
         wanted, sampled_hidden, prompt_hidden = logit_rows(plan, ends, drawing)
-        every = len(wanted) == tokens
+        every, live_rows = len(wanted) == tokens, None
+        if self.pads and 0 < len(wanted) < tokens:
+            live_rows = batch.upload(np.array([len(wanted)], np.int32))
+            wanted = padded(wanted, batch.max_rows)
+            sampled_hidden = None if sampled_hidden is None else padded(sampled_hidden, batch.max_rows)
         token_ids, positions_, slots_, draw_rows_, draw_positions_, wanted_ = batch.upload_together(
             plan.token_ids, positions, slots[0], draw_rows, draw_positions, wanted[:0] if every else wanted
         )
@@ -75,7 +83,7 @@ class Eager(Executor):
             positions=positions_, slot_mapping=slots_, cu_seqlens_q=bounds_, seq_lens=batch.upload(seq_lens),
             block_table=batch.upload(batch.host_table[rows, :columns]),
             max_q_len=1 if tokens == n else int(plan.q_lens.max()), max_seq_len=longest, num_decodes=plan.num_decodes,
-            logit_rows=None if every else wanted_, fresh=not plan.starts[plan.num_decodes :].any(),
+            logit_rows=None if every else wanted_, live_rows=live_rows, fresh=not plan.starts[plan.num_decodes :].any(),
             groups=batch.window_groups(plan, slots, columns), states=batch.states(plan),
         )
         draws = Draws(entries, draw_rows, draw_positions, draw_rows_, draw_positions_)
@@ -91,18 +99,7 @@ class Eager(Executor):
         prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
         if inputs.sampled_hidden is not None:
             hidden = hidden.index_select(0, self._batch.upload(inputs.sampled_hidden))
-        return self._logits(hidden), prompt_logprobs
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [s, V] of hidden [s, H]. On a GPU, s is padded to one of few numbers: for the first
-        product of a number of rows, CUDA loads a kernel, and waits until the device has no work. At the end of a step
-        with prompts, that would take as long as the step, and only then the host hands out the results of the step
-        before.
-        """
-        n = len(hidden)
-        if hidden.device.type == "cuda" and n > 1:
-            hidden = F.pad(hidden, (0, 0, 0, padded_rows(n, self._batch.max_rows) - n))
-        return self._model.logits(hidden)[:n]
+        return self._model.logits(hidden)[: len(inputs.draws.entries)], prompt_logprobs
 
     def _prompt_logprobs(self, plan: StepPlan, inputs: Inputs, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
         """Returns {entry: logprobs of the prompt tokens that the entry's chunk predicts}. Position 0 has no logprob. A

@@ -6,10 +6,11 @@ its text is, and few slots of states; what is left of these pools are pages and 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -258,21 +259,27 @@ class LoadedModel:
 
     def compile_ahead(self, run: Callable[[], object]) -> int:
         """Let other threads compile the kernels that `run` launches, which are not launched now. Returns the bytes of
-        device memory that `run` needs; 0 if unknown. Without a compiler, this does nothing. Layers of a kind launch the
-        same kernels, so only the first of each kind are run."""
+        device memory that `run` needs; 0 if unknown. Without a compiler, this does nothing."""
         if self.compiler is None:
             return 0
         torch.cuda.reset_peak_memory_stats(self.device)
-        before, layers = torch.cuda.memory_allocated(self.device), self.model.layers
-        kinds: dict[Any, int] = {}
+        before = torch.cuda.memory_allocated(self.device)
+        with self.first_layers():
+            self.compiler.gather(run)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    @contextlib.contextmanager
+    def first_layers(self) -> Iterator[None]:
+        """Within this context, the model has only the layers up to the first of each kind. Layers of a kind launch the
+        same kernels."""
+        layers, kinds = self.model.layers, dict[Any, int]()
         for i, layer in enumerate(layers):
             kinds.setdefault((self.shard.window(i) > 0, _kind(layer), _kind(layer.mlp)), i)
         self.model.layers = layers[: max(kinds.values()) + 1]
         try:
-            self.compiler.gather(run)
+            yield
         finally:
             self.model.layers = layers
-        return torch.cuda.max_memory_allocated(self.device) - before
 
     def warm_up(self, tokens: int, pool: KVPool | None = None) -> torch.Tensor:
         """Run a step of at most `tokens` prompt tokens, whose keys and values go to the null block of `pool`. None: a

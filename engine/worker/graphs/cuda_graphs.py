@@ -56,11 +56,13 @@ from engine.worker.upload import Staging
 
 CHANGES = 1024  # block table changes that fit into the input of a decode step; more changes are sent before the step
 WARM_UP_TOKENS = (1, 24, 100, 256, 700, 1024, 2047)
+APART = 256  # rows between two numbers for which products are computed before requests need them
 # A step that is GPU-bound computes at this share of the rate of one large matrix product.
 MATMUL_SHARE = 0.65
 MATMUL_SIZE, MATMUL_COUNT = 4096, 8  # the product that is measured, and how often it is computed
 LAUNCH_SECONDS = (1e-4, 6e-4)  # the least and the most time to launch a layer that is believed; see launch_seconds
 LAUNCH_TRIALS = 4
+BUSY = 3  # multiple of that time while requests arrive (engine/kernels/MEASURED.md)
 PATIENCE_S = 0.02  # the longest wait for a kernel that another thread compiles; a request may arrive meanwhile
 
 logger = logging.getLogger("engine")
@@ -102,6 +104,10 @@ class CudaGraphs(Executor):
             self._uncompiled.clear()
             graphs.reverse()  # no memory is reserved: large graphs leave theirs to smaller ones
         self._left = {(part, size): partial(self._capture, part, size) for part, size in graphs} | warm_ups
+        # cuBLAS has about 31 kernels for up to 8,192 rows. The first launch of each waits until the device has no work.
+        draws = [1 << i for i in range(1, loaded.batch.max_rows.bit_length())]
+        for rows in (*draws, *range(APART, loaded.max_num_batched_tokens + 1, APART)):
+            self._left.setdefault(rows, partial(self._warm_up, rows))
 
     def _make_parts(self, loaded: LoadedModel, bound: int) -> None:
         rows = loaded.batch.max_rows
@@ -122,7 +128,8 @@ class CudaGraphs(Executor):
 
     def _warm_up(self, tokens: int) -> None:
         loaded = self._loaded
-        loaded.warm_up(tokens)
+        with loaded.first_layers():
+            loaded.warm_up(tokens, loaded.pool)
         if loaded.model_config.experts is not None:
             loaded.model.take_expert_load()  # discards the load of the warm-up
 
@@ -258,12 +265,13 @@ class DecodeGraphs(StepGraphs):
 
 
 def launch_bound(loaded: LoadedModel, seconds: float, rate: float) -> int:
-    """Returns the number of tokens below which a step takes longer to launch than to compute. `seconds`: the time to
-    launch one layer kernel by kernel. `rate`: operations per second of the matrix products."""
+    """Returns the number of tokens below which a step of a busy server takes longer to launch than to compute.
+    `seconds`: the time to launch one layer kernel by kernel on a quiet host. `rate`: operations per second of the
+    matrix products."""
     # 8-bit numbers are multiplied twice as fast as bfloat16, so their bytes count; 4-bit numbers only take fewer bytes.
     number = Int4Tiles.itemsize if loaded.quantization == "int4" else loaded.dtype.itemsize
     layer = loaded.model.nbytes_per_token / number / loaded.model_config.num_layers
-    return int(seconds * rate / (2 * layer))
+    return int(BUSY * seconds * rate / (2 * layer))
 
 
 def matmul_rate(loaded: LoadedModel) -> float:

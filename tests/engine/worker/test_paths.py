@@ -5,6 +5,7 @@ The GPU is simulated: the tests check the choice and run nothing on it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import re
@@ -333,7 +334,8 @@ class Stage:
             batch=Batch(16, 256, 16, model.vocab_size, cpu, windows=windows), device=cpu, dtype=torch.bfloat16,
             quantization="none", group=ALONE, pool=None,
             model=SimpleNamespace(nbytes_per_token=1 << 20, layers=[], config=model), attention=attention,
-            warm_up=lambda _: None, max_num_batched_tokens=64, max_model_len=256, mark=lambda: None,
+            first_layers=contextlib.nullcontext, warm_up=lambda *_: None, max_num_batched_tokens=64, max_model_len=256,
+            mark=lambda: None,
             sample=lambda *_: self.went.append("sampled eagerly"), launched=lambda *_: "launched",
             compiler=SimpleNamespace(progress=lambda patience: (3, 3), close=lambda: None),
             compile_ahead=lambda run: 1, memory=MemoryReport(0, 0),

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
 from engine.config import EngineConfig
 from engine.worker.cpu.cores import default_threads
-from engine.worker.eager import padded_rows
+from engine.worker.eager import padded
 from engine.worker.loaded import CPU_KV_BYTES
 from engine.worker.runner import Runner
 from tests.support.models import VOCAB, Driver, eager, held, make_request, make_runner, prompt, reference, save
@@ -28,7 +29,17 @@ def driver(directory: Path) -> Driver:
     return Driver(make_runner(directory))
 
 
-def test_only_entries_that_sample_draw(driver: Driver) -> None:
+def padding(directory: Path) -> Driver:
+    """Runs steps as on a GPU without CUDA graphs."""
+    runner = make_runner(directory)
+    runner.executors = [eager(runner)]
+    runner.executors[0].pads = True
+    return Driver(runner)
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_only_entries_that_sample_draw(directory: Path, pads: bool) -> None:
+    driver = padding(directory) if pads else Driver(make_runner(directory))
     requests = [make_request(prompt(i), i) for i in range(3)]
     assert driver.run([(requests[0], 20, True), (requests[1], 5, False)])[1] == -1
     assert driver.run([(requests[1], 5, False), (requests[2], 7, False)]) == [-1, -1]
@@ -37,10 +48,12 @@ def test_only_entries_that_sample_draw(driver: Driver) -> None:
     assert driver.result.bad == []
 
 
-def test_on_a_gpu_logits_are_computed_for_few_numbers_of_rows_and_never_more_than_memory_was_measured_with() -> None:
-    sizes = [padded_rows(n, 200) for n in range(1, 300)]
-    assert all(n <= size <= max(n, 200) for n, size in enumerate(sizes, 1))
-    assert set(sizes[:200]) == {1, 2, 4, 8, 16, 32, 64, 128, 200}
+def test_indices_are_padded_to_few_numbers_and_never_to_more_than_memory_was_measured_with() -> None:
+    found = [padded(np.arange(n) * 3, 200) for n in range(300)]
+    assert [indices[:n].tolist() for n, indices in enumerate(found)] == [[3 * i for i in range(n)] for n in range(300)]
+    assert all((indices[n:] == 3 * (n - 1)).all() for n, indices in enumerate(found))
+    assert {len(indices) for indices in found[:201]} == {0, 1, 2, 4, 8, 16, 32, 64, 128, 200}
+    assert [len(indices) for indices in found[201:]] == [*range(201, 300)]
 
 
 def test_nan_in_one_request_ends_it_alone(directory: Path) -> None:
@@ -77,18 +90,21 @@ def test_logprobs_are_reported_by_entry(directory: Path) -> None:
     assert driver.result.logprobs[1][0].top == []
 
 
+@pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize("chunks", [[20], [7, 1, 12], [19, 1]])
-def test_prompt_logprobs_are_those_of_the_whole_prompt_however_chunked(directory: Path, chunks: list[int]) -> None:
+def test_prompt_logprobs_are_those_of_the_whole_prompt_however_chunked(
+    directory: Path, chunks: list[int], pads: bool
+) -> None:
     model = reference("qwen3")
     ids = prompt(8)
     with torch.no_grad():
         exact = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    driver = Driver(make_runner(directory))
-    request, other = make_request(ids, 0, prompt_logprobs=2), make_request(prompt(9), 1)
+    driver = padding(directory) if pads else Driver(make_runner(directory))
+    request, other, third = make_request(ids, 0, prompt_logprobs=2), make_request(prompt(9), 1), make_request(ids, 2)
     found = []
     driver.run([(other, 20, True)])
     for i, count in enumerate(chunks):
-        driver.run([(other, 1, True), (request, count, i == len(chunks) - 1)])
+        driver.run([(other, 1, True), (request, count, i == len(chunks) - 1), (third, 5, False)])
         found += driver.result.prompt_logprobs.get(1, [])
     assert [entry.token_id for entry in found] == ids[1:]
     for position, entry in enumerate(found):
@@ -99,6 +115,8 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt_however_chunked(directory
     assert request.output_ids == [int(exact[-1].argmax())]
     driver.run([(other, 1, True), (request, 1, True)])
     assert driver.result.prompt_logprobs == {}
+    with torch.no_grad():
+        assert other.output_ids == model(torch.tensor([other.ids])).logits[0].argmax(-1)[19:-1].tolist()
 
 
 def test_the_model_s_inputs_have_the_types_that_kernels_need(driver: Driver) -> None:
