@@ -45,6 +45,7 @@ CPU = torch.device("cpu")
 SPILLED = {
     "_few_kernel": 96, "_prefill_kernel": 96, "_gate_up_kernel": 360, "_down_kernel": 848, "_split_linear_kernel": 64,
     "_router_kernel": 16, "_group_kernel": 8, "_one_kernel": 8, "_scan_kernel": 728, "_product_kernel": 48,
+    "gemv_kernel": 112,
     "_chunk_kernel": 11_168,  # on an A100, where prompts of a delta rule must be slow; 608 on an RTX 4090
 }
 # With descriptors, these would load single numbers below Hopper, and wait for each load.
