@@ -69,7 +69,7 @@ class Service:
         self._client: EngineClient | None = None
         self._tokenizer: Tokenizer | None = None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenise")
-        self.encoder = Encoder(self.in_thread)
+        self.encoder = Encoder()
         self._jobs: dict[object, float] = {}  # waiting and running jobs of these threads, the oldest first -> its start
         self._compiling: dict[str, asyncio.Lock] = {}  # API key -> the lock of its compilation
         self._durations: deque[float] = deque(maxlen=64)  # seconds that the last requests took
@@ -205,6 +205,7 @@ class Service:
             self.recording.close()
         if self._tokenizer is not None:
             self._tokenizer.stop_rendering()
+        self.encoder.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import openai
@@ -203,7 +204,13 @@ def test_prompts_that_come_together_are_encoded_as_alone(server: Running, monkey
     expected = [tokenizer.encode(text, allow_special=True) for text in texts]
     assert good == expected and isinstance(error, InvalidRequest) and "lone surrogate" in str(error)
     monkeypatch.setattr(prompts, "_ids", None)  # of a single text
-    assert server.call(burst(texts)) == expected
+    go = threading.Event()
+    slow = [asyncio.run_coroutine_threadsafe(server.service.in_thread(go.wait, 60), server.loop) for _ in range(4)]
+    try:
+        assert server.call(burst(texts)) == expected, "slow work of other requests delays short prompts"
+    finally:
+        go.set()
+    assert all(each.result(90) for each in slow)
 
 
 @pytest.mark.parametrize("stream", [False, True])

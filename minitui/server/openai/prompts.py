@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from engine.errors import InvalidRequest, PromptTooLong
@@ -34,10 +34,10 @@ Text = tuple[Tokenizer, str, bool]  # a prompt; True: add the tokens that the to
 class Encoder:
     """Encodes short texts. Those that wait at the same time are encoded together in a thread, without Python's lock:
     this is a quarter of the time of a request, and meanwhile the event loop begins others. A single one is encoded at
-    once: the way to a thread and back takes longer."""
+    once: the way to a thread and back takes longer. Nothing that takes long runs in this thread."""
 
-    def __init__(self, in_thread: Callable[..., Awaitable[Any]]) -> None:
-        self._in_thread = in_thread  # Service.in_thread
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "encode")
         self._waiting: list[tuple[Text, asyncio.Future[list[int]]]] = []
         self._running: asyncio.Task[None] | None = None
 
@@ -49,13 +49,20 @@ class Encoder:
         self._running = self._running or asyncio.create_task(self._run())
         return await future
 
+    def close(self) -> None:
+        """Stop: texts that wait are not encoded."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     async def _run(self) -> None:
         batch: list[tuple[Text, asyncio.Future[list[int]]]] = []
         try:
             while self._waiting:
                 batch, self._waiting = self._waiting, []
                 texts = [text for text, _ in batch]
-                found = await self._in_thread(_encode_all, texts) if len(texts) > 1 else [_result(texts[0])]
+                if len(texts) > 1:
+                    found = await asyncio.get_running_loop().run_in_executor(self._thread, _encode_all, texts)
+                else:
+                    found = [_result(texts[0])]
                 for (_, future), ids in zip(batch, found, strict=True):
                     if future.done():
                         continue  # its caller has disconnected
