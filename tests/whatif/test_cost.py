@@ -219,3 +219,14 @@ def test_of_an_engine_that_reports_only_results_the_steps_beside_prompts_tell_wh
             quiet = path_of(steps_played[i - 1][0], 0, 1, costs.graphs)
             played.append(deviations.took(path if here[i] or here[i - 1] else quiet, timeline.arrive()))
     assert sum(played) == pytest.approx(took[:-1].sum(), rel=0.03)
+
+
+def test_of_an_engine_that_does_not_report_its_host_one_step_before_prompts_tells_what_full_ones_hide(mixture):
+    rows, keys, held = mixture
+    here = (np.arange(600) >= 100) & (np.arange(600) < 400)  # all prompts fill the budget, one step after the other
+    device = np.where(here, 45.0, 1.0 + 1e-5 * keys)
+    steps = recorded(rows, keys, held, np.maximum(device, np.where(np.roll(here, -1), 20.0, 0.5)), np.full(600, 0.1))
+    steps.column("tokens")[:], steps.column("device")[:] = rows + 2000 * here, device
+    steps.column("part:plan")[:] = np.nan
+    steps._chunks = [[(1, 0, 2000, True)] * bool(one) for one in here]
+    assert costs_of(steps, "here").no_graph == pytest.approx(20)
