@@ -23,7 +23,7 @@ from engine.model.traits import lacking
 from engine.progress import Progress
 from engine.text import early_tokenizer
 from engine.text.tokenizer import Tokenizer
-from engine.worker.limits import resolve
+from engine.worker.limits import graph_bytes, memory_of, resolve
 from engine.worker.weights import kept_files
 from engine.worker.weights.memory import check_memory
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("engine")
 
 DELTA_SIZES = {16, 32, 64, 128, 256}  # of keys and values in engine/kernels/delta.py
-GRAPH_BYTES = 1 << 30  # GPU memory that the KV cache leaves free for CUDA graphs
 
 
 @dataclass(slots=True)
@@ -179,7 +178,8 @@ def choose_parts(model: ModelConfig, config: EngineConfig) -> Parts:
         from engine.worker.graphs import fused_ops
         from engine.worker.graphs.cuda_graphs import CudaGraphs
 
-        return Parts(fused_ops, (CudaGraphs, Eager), 0 if config.enforce_eager else GRAPH_BYTES, compiler)
+        memory = memory_of(resolve(config, model).device) or 0
+        return Parts(fused_ops, (CudaGraphs, Eager), 0 if config.enforce_eager else graph_bytes(memory), compiler)
     return Parts(ops, (Eager,))
 
 

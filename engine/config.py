@@ -60,7 +60,7 @@ class EngineConfig:
     kv_tokens: int | None = None  # tokens in the KV cache, rounded up to whole blocks; None: see num_blocks
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV cache
     max_num_seqs: int | None = None  # requests that run at the same time; None: 64 on a CPU, 256 on a GPU
-    max_num_batched_tokens: int | None = None  # token budget of a step; None: 512 on a CPU, 8192 on a GPU
+    max_num_batched_tokens: int | None = None  # token budget of a step; None: 512 on a CPU, 2048 or 8192 on a GPU
     # Target for the time between two tokens of a reply, in ms: while replies run, prompts get as many tokens as fit
     # into it, as measured (engine/core/gap_target.py). None: the whole budget.
     max_gap_ms: float | None = None

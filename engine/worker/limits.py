@@ -28,11 +28,27 @@ class Limits:
     notes: tuple[str, ...] = field(default=())  # sentences for the user about the choices
 
 
-def step_limits(config: EngineConfig, cpu: bool) -> tuple[int, int]:
-    """Returns max_num_seqs and max_num_batched_tokens. On a CPU a smaller token budget gives shorter steps and a later
-    first token; on a GPU the budget hardly matters (engine/kernels/MEASURED.md)."""
-    sequences = config.max_num_seqs or (64 if cpu else 256)
-    return sequences, config.max_num_batched_tokens or max(512 if cpu else 8192, sequences)
+SMALL_CARD = 16 << 30  # bytes; with less memory, shorter steps leave more of it to the KV cache
+
+
+def step_limits(config: EngineConfig, memory: int | None) -> tuple[int, int]:
+    """Returns max_num_seqs and max_num_batched_tokens. `memory`: bytes of the GPU; None: a CPU. There, a smaller token
+    budget gives shorter steps and a later first token; on a GPU it hardly matters (engine/kernels/MEASURED.md)."""
+    sequences = config.max_num_seqs or (64 if memory is None else 256)
+    budget = 512 if memory is None else 2048 if memory < SMALL_CARD else 8192
+    return sequences, config.max_num_batched_tokens or max(budget, sequences)
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Returns the bytes of a GPU's memory; None for a CPU."""
+    import torch
+
+    return None if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory
+
+
+def graph_bytes(memory: int) -> int:
+    """Returns how many bytes of a GPU's memory the KV cache leaves free for CUDA graphs."""
+    return min(1 << 30, memory // 16)
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
@@ -69,7 +85,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
             f"max_model_len is {length:,}, but this {model.architecture} has {model.max_context:,} positions: "
             "lower max_model_len, or set a rope scaling in the model's config.json"
         )
-    sequences, budget = step_limits(config, cpu)
+    sequences, budget = step_limits(config, memory_of(device))
     notes: tuple[str, ...] = (why_quantised,) if why_quantised else ()
     if model.default_context < model.max_context:
         short = length <= model.default_context

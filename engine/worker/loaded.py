@@ -38,7 +38,7 @@ from engine.worker.batch import Batch
 from engine.worker.cpu.cores import default_threads
 from engine.worker.inputs import Draws
 from engine.worker.launch import DrawnLogprobs, LaunchedStep, PromptLogprobs
-from engine.worker.limits import resolve, step_limits
+from engine.worker.limits import graph_bytes, resolve, step_limits
 from engine.worker.sampler import Drawn
 from engine.worker.upload import to_host
 from engine.worker.weights.load_model import load_model
@@ -395,11 +395,13 @@ def expected_tokens(model: ModelConfig, config: EngineConfig, total: int, used: 
     """Returns how many tokens the KV cache of a GPU would have; 0: the model does not fit. `total`: bytes of its
     memory; `used`: those that its driver and other processes take. LoadedModel measures the memory of a step; here it
     is estimated: that of the sort for top-p draws, or of gate, up, their product and the hidden states."""
-    rows, budget = step_limits(config, cpu=False)
+    rows, budget = step_limits(config, total)
     experts = model.experts
     inner = model.intermediate_size if experts is None else experts.inner_size * experts.per_token
-    step = max(SORT_BYTES * rows * model.vocab_size, 2 * budget * (3 * inner + 4 * model.hidden_size))
+    tokens = 2 * budget * (3 * inner + 4 * model.hidden_size)
+    expanded = 4 * inner * model.hidden_size if config.quantization == "int4" and experts is None else 0  # gate and up
+    step = max(SORT_BYTES * rows * model.vocab_size, tokens, expanded + tokens // 2)
     weights = weight_bytes(config.quantization, model, torch.bfloat16)
     kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else torch.bfloat16
-    room = int(total * config.gpu_memory_utilization) - weights - step - used
+    room = int(total * config.gpu_memory_utilization) - weights - step - graph_bytes(total) - used
     return PoolSizes(model, config, rows, budget, kv_dtype).blocks_in(room) * config.block_size

@@ -19,7 +19,7 @@ from engine.files import eos_ids, read_json
 from engine.model.config import ModelConfig
 from engine.model.families import MODEL_TYPES
 from engine.model.hf.config import read_model_config
-from engine.worker.limits import resolve
+from engine.worker.limits import graph_bytes, resolve, step_limits
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
@@ -304,6 +304,8 @@ def test_open_choices_are_decided_by_device_and_model(tmp_path: Path) -> None:
     limits = resolve(EngineConfig(device="cpu"), model)
     assert (limits.dtype, limits.max_model_len) == (torch.float32, 40960)
     assert limits.max_num_batched_tokens >= limits.max_num_seqs > 1
+    assert [step_limits(EngineConfig(), gib << 30) for gib in (8, 16, 141)] == [(256, 2048), (256, 8192), (256, 8192)]
+    assert [graph_bytes(gib << 30) / 2**30 for gib in (8, 16, 141)] == [0.5, 1, 1]
     chosen = EngineConfig(device="cpu", dtype="bfloat16", max_num_seqs=3, max_num_batched_tokens=17, max_model_len=100)
     limits = resolve(chosen, model)
     assert (limits.dtype, limits.max_num_seqs, limits.max_num_batched_tokens) == (torch.bfloat16, 3, 17)
