@@ -185,7 +185,8 @@ class Engine:
         emitted = self.committer.commit(scheduled, result)
         wall_s = self.clock.record(times, plan, result, emitted)
         if self.scheduler.gaps is not None:
-            self.scheduler.gaps.measured(plan.num_decoding, int(plan.q_lens[plan.num_decoding :].sum()), wall_s)
+            took_s = self.clock.own_s(times, result, wall_s) if self.delay else wall_s
+            self.scheduler.gaps.measured(plan.num_decoding, int(plan.q_lens[plan.num_decoding :].sum()), took_s)
         if result.expert_load is not None:
             self.log.append("experts", plan.step, result.expert_load)
         self.gate.committed(wall_s)

@@ -25,7 +25,7 @@ class GapTarget:
         self._decode_s = 0.0  # the usual time of a step without prompt tokens; 0: unknown
 
     def measured(self, decodes: int, prompt_tokens: int, took_s: float) -> None:
-        """Learn from a step that was committed. `took_s`: seconds since the results of the step before it."""
+        """Learn from a step that was committed, and took so many seconds."""
         if not decodes:
             return
         if not prompt_tokens:

@@ -112,6 +112,11 @@ class StepClock:
         self._device_free_at = times.arrived
         return wall_s
 
+    def own_s(self, times: StepTimes, result: StepResult, wall_s: float) -> float:
+        """Returns how many seconds a step takes that overlaps with others: the longer of its launch and of the device's
+        time. Its wall time is longer if the launch of the next step takes longer."""
+        return wall_s if result.device_ms is None else max(times.launched - times.planned, result.device_ms / 1e3)
+
     def record(self, times: StepTimes, plan: StepPlan, result: StepResult, emitted: list[Emitted]) -> float:
         """Record a step that was just committed; return its wall time in seconds. The wall time begins when the step
         begins or when the step before it ends, whichever is later. It ends when the ids arrive."""

@@ -90,7 +90,7 @@ class Device:
 
     def __init__(self, setting: Setting) -> None:
         self.num_blocks, self.block_size = setting.blocks + 1, setting.block_size
-        self.now = 1.0
+        self.now, self.own_s = 1.0, 0.0  # own_s: of the last step that ended
         self._costs: Costs | None = None  # None: steps take no time
         self.most = [0.0] * len(FEATURES)
         self.extrapolated = 0  # steps that do more than any recorded step, or have a number of rows like none
@@ -146,6 +146,7 @@ class Device:
     def arrive(self, work: Sequence[float], path: StepPath) -> None:
         """Advance the clock to the results of a step."""
         if self._costs is not None and work:
+            self.own_s = max(self._costs.of(work, path.kind)) / 1e3
             path, self._slowly = beside_no_graph(path) if self._slowly else path, False
             self.now += self._deviations.took(path, self._timeline.arrive()) / 1e3
             self.extrapolated += self._deviations.extrapolated or any(map(gt, work, self._limits))
@@ -177,6 +178,9 @@ class PlayedClock(StepClock):
     def record(self, times: StepTimes, plan: StepPlan, result: StepResult, emitted: list[Emitted]) -> float:
         """Record a step if records are kept; return its wall time in seconds."""
         return super().record(times, plan, result, emitted) if self._log.enabled else self.took(times)
+
+    def own_s(self, times: StepTimes, result: StepResult, wall_s: float) -> float:
+        return self._device.own_s
 
     def arrive(self, times: StepTimes, result: StepResult) -> None:
         super().arrive(times, result)

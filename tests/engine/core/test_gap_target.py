@@ -20,6 +20,7 @@ from engine.trace.state import State
 from tests.support.simulation import SimulatedLaunch, SimulatedRunner, simulated
 
 STEP_S, TOKEN_S = 0.004, 8e-5  # of a step, and of each token in it
+LAUNCH_S = 0.009
 ROWS, BUDGET = 96, 512
 LOOSE = 1e6  # ms; a target that limits nothing
 
@@ -39,10 +40,26 @@ class Device(SimulatedRunner):
         return super().launch(plan, grammars)
 
 
+class Beside(Device):
+    """Computes beside the host, which needs LAUNCH_S to launch a step with prompts."""
+
+    synchronous = False
+    ends = 0.0
+
+    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> SimulatedLaunch:
+        begin = self.t
+        launched = super().launch(plan, grammars)
+        device_s, self.t = self.t - begin, begin + LAUNCH_S * (plan.num_tokens > plan.num_decodes)
+        self.ends = end = max(self.ends, self.t) + device_s
+        launched.result.device_ms = device_s * 1e3
+        launched.wait = lambda: setattr(self, "t", max(self.t, end)) or launched.result  # type: ignore[method-assign]
+        return launched
+
+
 class DeviceClock(StepClock):
     def __init__(self, log: RecordLog, device: Device) -> None:
         self._device = device
-        super().__init__(log, True)
+        super().__init__(log, device.synchronous)
 
     def now(self) -> float:
         return self._device.t
@@ -51,11 +68,12 @@ class DeviceClock(StepClock):
 class Run:
     """An engine, and when each of its requests was submitted and got its tokens."""
 
-    def __init__(self, blocks: int = 1024, **options: Any) -> None:
-        self.device = Device(blocks)
+    def __init__(self, blocks: int = 1024, kind: type[Device] = Device, **options: Any) -> None:
+        self.device = kind(blocks)
         log = RecordLog(clock=lambda: self.device.t)
         config = SchedulerConfig(max_num_batched_tokens=BUDGET, max_num_seqs=ROWS, max_model_len=110_000, **options)
-        self.engine = simulated(Engine(self.device, config, log=log, clock=DeviceClock(log, self.device)))
+        overlap, clock = not self.device.synchronous, DeviceClock(log, self.device)
+        self.engine = simulated(Engine(self.device, config, overlap=overlap, log=log, clock=clock))
         self.submitted: dict[int, float] = {}
         self.tokens: dict[int, list[float]] = {}
 
@@ -132,6 +150,24 @@ def test_a_target_that_the_decodes_alone_miss_leaves_prompts_a_part_of_each_step
     run.until(lambda: long in run.tokens)
     alone = (STEP_S + TOKEN_S) / TOKEN_S  # tokens that take as long as the decodes
     assert run.engine.scheduler.gaps is not None and alone / 2 < run.engine.scheduler.gaps.tokens <= alone
+
+
+def test_with_overlap_a_step_counts_with_its_own_launch_and_not_with_that_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(kind=Beside, max_gap_ms=15.0)
+    gaps, told = run.engine.scheduler.gaps, []
+    assert gaps is not None
+    learn = gaps.measured
+    monkeypatch.setattr(gaps, "measured", lambda *step: (told.append(step), learn(*step)))
+    run.add(16, 60)
+    run.until(lambda: bool(run.tokens))
+    run.add(1500)
+    run.until(lambda: not run.engine.has_work)
+    assert sum(prompts > 0 for _, prompts, _ in told) > 10
+    for decodes, prompts, took_s in told:
+        device_s = STEP_S + TOKEN_S * (decodes + prompts)
+        assert took_s == pytest.approx(max(device_s, LAUNCH_S) if prompts else device_s)
 
 
 def test_the_budget_is_recorded_and_whole_again_without_replies_or_prompts() -> None:
