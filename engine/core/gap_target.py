@@ -32,7 +32,7 @@ class GapTarget:
             before = self._decode_s or took_s
             self._decode_s = before + NEWER * (took_s - before)
             return
-        if prompt_tokens <= LEAST:  # without them, it would not take longer; after a long text, it would be shorter
+        if self._decode_s or prompt_tokens <= LEAST:  # without them, it would take no longer
             self._decode_s = min(self._decode_s or took_s, took_s)
         room, took = max(self._target_s - self._decode_s, self._decode_s / 2), took_s - self._decode_s
         fitting = prompt_tokens * room / took if took > 0 else 2.0 * self.tokens
