@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -203,6 +204,9 @@ def test_prompts_that_come_together_are_encoded_as_alone(server: Running, monkey
     *good, error = server.call(burst([*texts, "\ud800"]))
     expected = [tokenizer.encode(text, allow_special=True) for text in texts]
     assert good == expected and isinstance(error, InvalidRequest) and "lone surrogate" in str(error)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "encode_together", Mock(side_effect=MemoryError))
+        assert server.call(burst(texts)) == expected, "too little memory for all of them together"
     monkeypatch.setattr(prompts, "_ids", None)  # of a single text
     go = threading.Event()
     slow = [asyncio.run_coroutine_threadsafe(server.service.in_thread(go.wait, 60), server.loop) for _ in range(4)]

@@ -82,9 +82,7 @@ def _encode_all(texts: list[Text]) -> list[list[int] | Exception]:
     try:
         if all(text[2] == added for text in texts):
             return list(tokenizer.encode_together([text for _, text, _ in texts], added))
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException:  # a panic, for example, for one of the texts: each gets its own error
+    except BaseException:  # a panic, for example, or no memory for all of them: each text gets its own ids or error
         pass
     return list(map(_result, texts))
 
