@@ -61,7 +61,10 @@ class Stream:
         would take as long as to read a delta."""
         if not self._unread:
             self._arrival, self._at_once = asyncio.get_running_loop().create_future(), at_once
-            await self._arrival
+            try:
+                await self._arrival
+            finally:
+                self._at_once = None  # it often belongs to the owner of this stream: only the collector would free both
 
     def drain(self) -> list[Delta]:
         """Returns the unread deltas without waiting. Raises the same errors as the iteration."""

@@ -37,7 +37,7 @@ class Connection(H11Protocol):
         """Send the next piece of a response without a length; b"" sends nothing. h11 and the layers of ASGI would take
         most of the time of a short piece. Returns False if `send` must send it: it waits for a peer that reads too
         slowly."""
-        if self.flow.write_paused or self.cycle.disconnected:
+        if self.flow.write_paused or self.cycle is None or self.cycle.disconnected:
             return False
         if piece:
             self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
@@ -53,6 +53,8 @@ class Connection(H11Protocol):
         self._stop_waiting()
         self._service.connections.pop(self, None)
         super().connection_lost(exc)
+        # They lead back to this object: only the garbage collector would free it.
+        self.app = self.cycle = self.scope = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

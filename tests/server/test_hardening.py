@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -24,6 +25,8 @@ import pytest
 from engine.errors import EngineError
 from engine.process.client import EngineClient
 from engine.process.heartbeat import Condition
+from engine.process.stream import Stream
+from minitui.server.answer import Answer
 from minitui.server.application import create_app
 from minitui.server.command import DEAD_PEER_S, listen
 from minitui.server.connection import Connection
@@ -205,6 +208,26 @@ def test_an_error_in_the_middle_of_a_stream_ends_it(server: Running, monkeypatch
         data = data_of(server.post("/v1/completions", body).text)
     assert json.loads(data[0])["error"]["message"] == "a reason" and data[1:] == ["[DONE]"]
     server.wait_idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+def test_a_request_leaves_nothing_to_the_garbage_collector(server: Running, path: str, stream: bool) -> None:
+    body = {"max_tokens": 4, "stream": stream, **(ASK if path == CHAT else {"prompt": "What is paging?"})}
+    server.wait_idle()
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)  # what it finds stays in gc.garbage
+    try:
+        with server.slowed():
+            assert server.post(path, body, headers={"Connection": "close"}).status_code == 200
+        server.wait_idle()
+        wait_until(lambda: all(one.cycle.response_complete for one in server.service.connections))
+        gc.collect()
+        left = [type(each).__name__ for each in gc.garbage if isinstance(each, (Answer, Stream, Connection))]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert not left
 
 
 def test_a_client_of_an_older_http_gets_a_stream_without_chunks(server: Running) -> None:
