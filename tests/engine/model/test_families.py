@@ -32,7 +32,7 @@ from tests.engine.worker.test_parallel import play
 from tests.support import paths
 from tests.support.families import FAMILIES, checkpoint
 from tests.support.kernels.ranks import run_in_threads
-from tests.support.models import VOCAB, Driver, make_request, make_runner, plain_runner, prompt
+from tests.support.models import VOCAB, Driver, eager, make_request, make_runner, plain_runner, prompt
 from tests.support.parity import PROMPT, compiled_or_not, decodes_on_a_cpu, our_logits, their_logits  # noqa: F401 (a fixture)
 from tests.support.simulation import run
 
@@ -159,7 +159,9 @@ def test_two_ranks_draw_what_one_does(kind: str, made: Any, monkeypatch: pytest.
     options: dict[str, Any] = {
         "device": "cpu", "dtype": "float64", "block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "cpu_threads": 1,
     }
-    alone, expected = play(plain_runner(config, EngineConfig(model=str(directory), **options), directory))
+    one = plain_runner(config, EngineConfig(model=str(directory), **options), directory)
+    eager(one).pads = True  # as on a GPU
+    alone, expected = play(one)
     runner = make_runner(directory, "float64", tensor_parallel_size=2)
     together, found = play(runner)
     runner.close()
