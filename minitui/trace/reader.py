@@ -117,7 +117,7 @@ def _check_end(path: Path, following: Keyframe, state: State) -> None:
             if line.startswith(b'["k"'):
                 try:
                     written = _begin(following, parse(line)).snapshot
-                    same = _timeless(written) == _timeless(_older(state.snapshot(), written))
+                    same = timeless(written) == timeless(_older(state.snapshot(), written))
                 except ValueError as error:
                     file.fail(str(error))
                 if not same:
@@ -132,7 +132,7 @@ def _begin(keyframe: Keyframe, line: Any) -> Part:
     return Part(keyframe, snapshot)
 
 
-def _timeless(snapshot: dict[str, Any]) -> dict[str, Any]:
+def timeless(snapshot: dict[str, Any]) -> dict[str, Any]:
     """Returns the snapshot without its times: the file has rounded times."""
     requests = {
         id: {name: value for name, value in request.items() if name not in ("submitted", "admitted")}

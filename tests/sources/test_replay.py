@@ -14,14 +14,14 @@ from engine.params import SamplingParams
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.sources.replay import ReplaySource
-from minitui.trace.reader import TraceReader
+from minitui.trace.reader import TraceReader, timeless
 from minitui.trace.recorder import Recorder
 from minitui.viewmodel.moment import Playback
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.updater import Updater
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.request_words import figures_in_words, request_json
-from tests.support.records.golden import GOLDEN, INFO, make_engine, play, timeless
+from tests.support.records.golden import GOLDEN, INFO, make_engine, play
 from tests.support.records.traces import state_at
 
 

@@ -17,10 +17,10 @@ from engine.params import SamplingParams
 from engine.trace.state import State
 from minitui.sources.recording import RecordingSource
 from minitui.trace.play_clock import LONGEST_PAUSE, PlayClock
-from minitui.trace.reader import MOST_PARTS, TraceError, TraceReader
+from minitui.trace.reader import MOST_PARTS, TraceError, TraceReader, timeless
 from minitui.trace.recorder import Recorder
 from tests.support.app.fake_client import FakeSource
-from tests.support.records.golden import GOLDEN, INFO, make_engine, play, timeless, untimed
+from tests.support.records.golden import GOLDEN, INFO, make_engine, play, untimed
 from tests.support.records.traces import final_state, state_at
 
 

@@ -4,6 +4,7 @@ the application's tests see true records and true metrics in milliseconds, witho
 from __future__ import annotations
 
 import asyncio
+import codecs
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -65,21 +66,13 @@ class ByteStream:
     """Holds back bytes that may be the beginning of a character."""
 
     def __init__(self) -> None:
-        self._held = bytearray()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: list[int]) -> str:
-        self._held += bytes(i for i in ids if i < 256)
-        try:
-            text = self._held.decode()
-        except UnicodeDecodeError:
-            return ""
-        self._held.clear()
-        return text
+        return self._decoder.decode(bytes(i for i in ids if i < 256))
 
     def flush(self) -> str:
-        text = self._held.decode("utf-8", "replace")
-        self._held.clear()
-        return text
+        return self._decoder.decode(b"", final=True)
 
 
 class ScriptedRunner:

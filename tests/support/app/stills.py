@@ -7,13 +7,11 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
-
-from textual.app import App
 
 from engine.core.host_pauses import HostPauses, Pauses
 from engine.core.request import Grammar
@@ -21,7 +19,7 @@ from engine.core.step import StepPlan
 from engine.trace.records import RecordLog
 from minitui.tui.apps.app import MinituiApp
 from minitui.viewmodel.updater import Updater
-from tests.support.app.driving import settled
+from tests.support.app.driving import lines, settled
 from tests.support.app.fake_client import FakeSource, ScriptedRunner
 from tests.support.paths import SNAPSHOTS
 
@@ -62,11 +60,10 @@ class Clock:
 
 
 class StillSource(FakeSource):
-    """A step takes as long as it has tokens. `by_hand`: it is taken when `steps` says so, else as the gate allows."""
+    """A step takes as long as it has tokens, and is taken when `steps` says so."""
 
-    def __init__(self, clock: Clock, by_hand: bool = True, **options: Any) -> None:
+    def __init__(self, clock: Clock, **options: Any) -> None:
         super().__init__(**options)
-        self.by_hand, self._clock = by_hand, clock
         launch = self.runner.launch
 
         def measured(plan: StepPlan, grammars: Mapping[int, Grammar]) -> ScriptedRunner._Launched:
@@ -76,8 +73,7 @@ class StillSource(FakeSource):
         self.runner.launch = measured  # type: ignore[method-assign]
 
     async def _run(self) -> None:
-        if not self.by_hand:
-            await super()._run()
+        """Takes no step by itself."""
 
     def drain_records(self) -> list[Any]:
         if self.info:  # what gates say is not drained by steps
@@ -92,12 +88,6 @@ class StillSource(FakeSource):
             self.take_step()
             while any(stream.news.qsize() for stream in self.streams.values() if not stream.ended):
                 await asyncio.sleep(0)
-
-
-def picture(app: App[Any]) -> str:
-    """The screen's rows as text."""
-    strips = app.screen._compositor.render_strips()
-    return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
 
 
 class Album:
@@ -115,9 +105,9 @@ class Album:
             for _ in range(2):  # each frame draws half of the panels
                 self.app._frame()
             await settled()
-        text = picture(self.app)
-        lines = text.split("\n")
-        assert len(lines) == self.size[1] and max(map(len, lines)) <= self.size[0]
+        rows = [line.rstrip() for line in lines(self.app)]
+        assert len(rows) == self.size[1] and max(map(len, rows)) <= self.size[0]
+        text = "\n".join(rows)
         self.pictures.append(f"==== {title}\n{text}\n")
         return text
 
@@ -132,12 +122,3 @@ class Album:
             f"{self.path.name} differs, first where it has\n{first[1]}\nand now has\n{first[0]}\n"
             "Look whether the new picture is right; UPDATE_SNAPSHOTS=1 keeps it."
         )
-
-
-async def until(app: Any, true: Callable[[], Any]) -> None:
-    """Wait until `true()`, drawing frames meanwhile."""
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end, "it did not come about"
-        app._frame()
-        await asyncio.sleep(0.001)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
@@ -54,15 +53,6 @@ def play(engine: Engine, seed: int = 7) -> None:
             engine.abort(rng.choice(live))
         if engine.has_work:
             engine.step()
-
-
-def timeless(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """A snapshot without its times: a replay counts them anew, without pauses."""
-    requests = {
-        id: {name: value for name, value in request.items() if name not in ("submitted", "admitted")}
-        for id, request in snapshot["requests"].items()
-    }
-    return {**snapshot, "t": 0.0, "requests": requests}
 
 
 def untimed(record: Record) -> Record:

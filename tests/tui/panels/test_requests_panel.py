@@ -32,8 +32,7 @@ from minitui.viewmodel.history.trends import METRICS
 from minitui.viewmodel.requests import RequestFigures, Requests
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.request_words import figures_in_words, first_token_words, why_first
-from tests.support.app.driving import press, until
-from tests.support.app.stills import picture
+from tests.support.app.driving import press, text_of, until
 from tests.support.records.golden import GOLDEN
 from tests.support.records.panels import body
 from tests.support.records.views import TIGHT
@@ -83,7 +82,7 @@ async def test_five_opens_the_requests_enter_a_timeline_and_enter_goes_to_the_st
         await until(pilot, lambda: app.focused is table and table.region.area)
         assert timeline.display == (size[1] >= 44)
         await pressed(app, pilot)
-        assert "finished · " in picture(app) and "Batch lanes" not in picture(app)
+        assert "finished · " in text_of(app) and "Batch lanes" not in text_of(app)
         # which request stalled longest, and why: in words at the bottom, and by sorting
         while COLUMNS[table.sorted_by].name != "longest":
             await pressed(app, pilot, "left")
@@ -120,7 +119,7 @@ async def test_enter_opens_the_longest_gap_of_all_which_is_always_named(tmp_path
 
         named = re.match(r"r(\d+), the longest gap of all: ([0-9.,]+) ms ", foot())
         assert named is not None and table.rows[0].id != int(named[1])
-        footer = picture(app).splitlines()[-2]
+        footer = text_of(app).splitlines()[-2]
         assert "esc back" in footer and "w waterfall" in footer and "g go to" in footer
         await pressed(app, pilot, "down")
         assert f"r{table.rows[0].id}, its longest gap (of all: r{named[1]} with {named[2]} ms): " in foot()
@@ -137,7 +136,7 @@ async def test_the_end_key_returns_to_now_from_every_panel(tmp_path: Path) -> No
             while screen.current != name:
                 await pressed(app, pilot, "tab")
             await pressed(app, pilot, "comma", "comma")
-            assert app.view.moment.travel_text and f"step {app.view.moment.horizon} of" in picture(app), screen.current
+            assert app.view.moment.travel_text and f"step {app.view.moment.horizon} of" in text_of(app), screen.current
             await pressed(app, pilot, "end")
             assert not app.view.moment.travel_text, screen.current
 
@@ -149,7 +148,7 @@ async def test_escape_goes_back_the_way_that_enter_went(tmp_path: Path) -> None:
         assert screen.current == "timeline"
         for _ in range(2):  # there and back
             await pressed(app, pilot, "enter")
-            assert app.view.moment.horizon < now and "esc back" in picture(app)
+            assert app.view.moment.horizon < now and "esc back" in text_of(app)
             assert screen.current == "timeline"
             await pressed(app, pilot, "escape")
             assert screen.current == "timeline" and app.view.moment.horizon == now
@@ -166,9 +165,9 @@ async def test_escape_goes_back_the_way_that_enter_went(tmp_path: Path) -> None:
             if panel == "events":
                 screen.post_message(Opened("request", request))
             await pressed(app, pilot, *(() if panel == "events" else ("enter",)))
-            assert screen.query_one(Details).display and "enter: each token" in picture(app), panel
+            assert screen.query_one(Details).display and "enter: each token" in text_of(app), panel
             await pressed(app, pilot, "enter")
-            assert app.focused is timeline_of(screen) and f"Timeline of r{request}" in picture(app)
+            assert app.focused is timeline_of(screen) and f"Timeline of r{request}" in text_of(app)
             await pressed(app, pilot, "escape")
             assert screen.current == panel and app.focused is screen.query_one(f"#{panel}")
         await pressed(app, pilot, "2")
@@ -189,7 +188,7 @@ async def test_w_shows_the_waterfall_at_the_selected_step_and_goes_back(tmp_path
         app.view.select("step", step)
         await pressed(app, pilot, "w")
         assert app.focused is waterfall and waterfall.size.width == size[0]
-        text = picture(app)
+        text = text_of(app)
         assert "Waterfall" in text and f"step {step:,}" in text and "host" in text and "device" in text
         assert waterfall.cursor is not None
         assert waterfall.step == step and waterfall.scale.left < waterfall.cursor < waterfall.scale.right
@@ -197,9 +196,9 @@ async def test_w_shows_the_waterfall_at_the_selected_step_and_goes_back(tmp_path
         assert screen.current == before and app.focused is screen.query_one(f"#{before}")
         assert app.focused.region.area and not waterfall.region.area
         await pressed(app, pilot, "w")
-        assert "esc back" in picture(app).splitlines()[-2]
+        assert "esc back" in text_of(app).splitlines()[-2]
         await pressed(app, pilot, "escape")
-        assert screen.current == before and "w waterfall" in picture(app).splitlines()[-2]
+        assert screen.current == before and "w waterfall" in text_of(app).splitlines()[-2]
 
 
 async def test_a_key_that_names_a_screen_shows_it_from_everywhere(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import pytest
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
 from minitui.tui.apps.app import MinituiApp
-from tests.support.app.driving import settled
+from tests.support.app.driving import settled, until
 from tests.support.app.fake_client import ByteCodec
-from tests.support.app.stills import SIZES, Album, Clock, StillSource, until
+from tests.support.app.stills import SIZES, Album, Clock, StillSource
 
 SYSTEM = "You are a patient teacher. You answer briefly, and explain how inference engines work."
 ANSWERS = {
@@ -40,11 +40,11 @@ async def test_chats_look_as_they_did(size: tuple[int, int]) -> None:
             load_codec=lambda info: ByteCodec(),
         )
         async with app.run_test(size=size) as pilot:
-            await until(app, lambda: app.progress is None and app.feed.live)
+            await until(pilot, lambda: app.progress is None and app.feed.live)
 
             async def ask(text: str) -> None:
                 app.ask_question(text)
-                await until(app, lambda: app.session.request in source.engine.scheduler.requests)
+                await until(pilot, lambda: app.session.request in source.engine.scheduler.requests)
 
             album = Album("chat", size, app, clock)
             await album.take("an empty chat")
