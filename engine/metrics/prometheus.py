@@ -95,7 +95,7 @@ class Histogram(Metric):
 
     def buckets(self) -> dict[str, int]:
         """Returns the number of observations up to each bound; "+Inf": of all."""
-        bounds = map(_bound, (*self._bounds, float("inf")))
+        bounds = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
         return dict(zip(bounds, accumulate(self._counts), strict=True))
 
 
@@ -115,7 +115,3 @@ def _escape(text: str) -> str:
 
 def _number(value: float) -> str:
     return repr(int(value)) if value == int(value) else repr(value)
-
-
-def _bound(value: float) -> str:
-    return "+Inf" if value == float("inf") else repr(float(value))

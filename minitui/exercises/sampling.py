@@ -90,11 +90,6 @@ GUESSES: tuple[tuple[str, Callable[[list[float], float], list[float]]], ...] = (
 )
 
 
-def temperature_of(request: int) -> float:
-    """Returns the temperature of a request."""
-    return TEMPERATURES[request % len(TEMPERATURES)]
-
-
 class Reply:
     """The text of a request, whose tokens are drawn when the device asks for them."""
 
@@ -122,7 +117,7 @@ class Drawing:
 
     def token(self, request: int, position: int) -> int:
         """Draws a token. Raises Broken."""
-        table, heat = LOGITS[position % TABLES], temperature_of(request)
+        table, heat = LOGITS[position % TABLES], TEMPERATURES[request % len(TEMPERATURES)]
         token = self._draw(list(table), heat, request, position)
         moved = None
         if self._student is not None:

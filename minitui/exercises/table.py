@@ -90,7 +90,8 @@ EXERCISES = {
         ),
         Exercise(
             "preempt", "a pool that is too small: who loses its blocks, and what is computed again", 6,
-            work.preemptions, "tokens computed again", lambda trial: trial.computed_again, _whole, scheduling.preempt,
+            work.preemptions, "tokens computed again", lambda trial: trial.engine.cache.waste.preempted, _whole,
+            scheduling.preempt,
         ),
         Exercise(
             "sample", "from logits to a token: softmax, temperature, seeds", 5, work.samples,

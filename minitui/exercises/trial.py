@@ -81,8 +81,3 @@ class Trial(Player):
         """The mean time to first token, of the requests that have one."""
         firsts = [one.first_ms for one in self.played.values() if one.tokens]
         return sum(firsts) / max(1, len(firsts))
-
-    @property
-    def computed_again(self) -> int:
-        """Tokens that were computed again because their request had been preempted."""
-        return self.engine.cache.waste.preempted

@@ -202,17 +202,12 @@ class AppBase(Notices):
         return self.view.history.live.state.gate == "closed"
 
     @property
-    def waits_for_user(self) -> bool:
-        """True if the engine is paused until the user lets it run; a demo lets it run itself."""
-        return self.gated and self.asking is None
-
-    @property
     def waits_text(self) -> str:
         """Says where an answer waits that the engine is paused or slowed down; empty if it runs freely."""
         info = self.source.info
         if isinstance(info, ServerInfo) and info.role in ("chat", "watch"):  # somebody else controls the engine
             return OTHER_PAUSED if self.gated else OTHER_SLOW.format(pace=self.pace) if self.pace > 1 else ""
-        return PAUSED if self.waits_for_user else ""
+        return PAUSED if self.gated and self.asking is None else ""  # a demo lets the engine run itself
 
     @property
     def answer_waits(self) -> bool:

@@ -299,7 +299,7 @@ class LinePanel(CellWidget, can_focus=True):
         if self.painted and self.is_mounted:
             self.paint(self.view)
 
-    def open_selected(self) -> None:
+    def action_open(self) -> None:
         """Open the details of the selection."""
         if self.view.selection is not None:
             self.post_message(Opened(self.view.selection.kind, self.view.selection.id))

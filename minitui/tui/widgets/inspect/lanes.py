@@ -334,9 +334,6 @@ class BatchLanes(LinePanel):
         self.back_to_now()
         self.back, self.fixed_k = 0, None
 
-    def action_open(self) -> None:
-        self.open_selected()
-
 
 def _marks() -> dict[int, str]:
     g = glyphs()

@@ -263,9 +263,6 @@ class Waterfall(AxisPanel):
             self.view.select("step", step)
             self.post_message(Opened("step", step))
 
-    def action_open(self) -> None:
-        self.open_selected()
-
 
 # ---- texts
 
