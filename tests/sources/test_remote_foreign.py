@@ -122,16 +122,13 @@ def test_ids_of_texts_keep_a_conversation() -> None:
 @contextlib.asynccontextmanager
 async def attached(store: Store | None = None, **fields: Any) -> AsyncIterator[tuple[FakeServer, OpenAISource, Chats]]:
     """A server with these attributes, a source that is connected to it, and chats on this source."""
-    fake = await FakeServer().start()
+    fake = FakeServer()
     for name, value in fields.items():
         setattr(fake, name, value)
-    try:
-        async with started(OpenAISource(fake.url)) as source:
-            chats = Chats(source, store)
-            chats.use(source.codec)
-            yield fake, source, chats
-    finally:
-        await fake.kill()
+    async with fake, started(OpenAISource(fake.url)) as source:
+        chats = Chats(source, store)
+        chats.use(source.codec)
+        yield fake, source, chats
 
 
 async def two_turns(url: str, model: str = "") -> tuple[Any, Any]:

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from typing import Any
+from typing import Any, Self
+
+from minitui.tutor import model_dir
 
 
 class FakeServer:
@@ -32,7 +34,13 @@ class FakeServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    async def start(self) -> FakeServer:
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
+
+    async def start(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
@@ -102,3 +110,21 @@ class FakeServer:
             send(json.dumps({"choices": [choice]}))
         send("[DONE]")
         writer.write(b"0\r\n\r\n")
+
+
+class FakeSglang(FakeServer):
+    """SGLang's server. `info`: the path under which it tells where it loaded its tokenizer. `told`: what it says about
+    its KV events."""
+
+    info = "/model_info"
+    told: Any = None
+
+    async def _answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if path == "/v1/models":
+            self._reply(writer, 200, json.dumps({"data": [{"id": "m", "owned_by": "sglang", "root": "m"}]}))
+        elif path == self.info:
+            self._reply(writer, 200, json.dumps({"model_path": "x", "tokenizer_path": str(model_dir())}))
+        elif path == "/server_info":
+            self._reply(writer, 200, json.dumps({"version": "0.5.23", "kv_events": self.told}))
+        else:
+            await super()._answer(path, body, writer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import json
 import lzma
 import random
 import time
@@ -22,7 +21,7 @@ from engine.trace.state import State
 from minitui.cli import inspect
 from minitui.trace.check import Follower
 from minitui.tutor import model_dir
-from tests.support.fake_openai import FakeServer
+from tests.support.fake_openai import FakeServer, FakeSglang
 from tests.support.paths import ROOT
 from tests.support.waiting import started, until
 from tests.vllm.test_recorded import free_ports
@@ -138,14 +137,15 @@ async def attached(
     publisher = Publisher(replays)
     for event in before:
         await publisher.publish(event)
-    api = await (api or FakeServer(models=("tutor",), page=PAGE)).start()
-    source = KvSource(api.url, publisher.address, tokenizer=str(model_dir()) if tokenizer is None else tokenizer)
+    tokenizer = str(model_dir()) if tokenizer is None else tokenizer
     try:
-        async with started(source):
+        async with (
+            api or FakeServer(models=("tutor",), page=PAGE) as api,
+            started(KvSource(api.url, publisher.address, tokenizer=tokenizer)) as source,
+        ):
             await publisher.subscribed()
             yield publisher, source, api
     finally:
-        await api.kill()
         await publisher.close()
 
 
@@ -277,13 +277,14 @@ async def test_a_message_without_end_is_refused_before_it_takes_memory(frames: b
                 await asyncio.sleep(0)
                 sent[-1] += len(piece)
 
-    async with asyncio.timeout(60), await asyncio.start_server(publish, "127.0.0.1") as server:
-        api = await FakeServer(models=("tutor",), page=PAGE).start()
+    async with (
+        asyncio.timeout(60), await asyncio.start_server(publish, "127.0.0.1") as server,
+        FakeServer(models=("tutor",), page=PAGE) as api,
+    ):
         source = KvSource(api.url, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", tokenizer=str(model_dir()))
         async with started(source):
             await until(lambda: source.refused >= 2)
             assert source.why_refused == why and max(sent) < 32 << 20  # what the buffers of the system hold, too
-        await api.kill()
 
 
 async def test_a_message_with_too_many_events_is_refused_and_the_screen_says_so() -> None:
@@ -443,20 +444,6 @@ SGLANG_POOL = """sglang:page_size{engine_type="unified",model_name="m",tp_rank="
 sglang:num_pages{engine_type="unified",model_name="m",tp_rank="0"} 59902.0
 """  # from 0.5.11 on
 SGLANG_POOL_BEFORE = 'sglang:cache_config_info{num_pages="59902",page_size="1"} 1.0\n'
-
-
-class FakeSglang(FakeServer):
-    """`info`: the path under which it tells where it loaded its tokenizer."""
-
-    info = "/model_info"
-
-    async def _answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        if path == "/v1/models":
-            self._reply(writer, 200, json.dumps({"data": [{"id": "m", "owned_by": "sglang", "root": "m"}]}))
-        elif path == self.info:
-            self._reply(writer, 200, json.dumps({"model_path": "x", "tokenizer_path": str(model_dir())}))
-        else:
-            await super()._answer(path, body, writer)
 
 
 def pages(text: list[int], start: int = 0, medium: tuple[str, ...] = ("GPU",)) -> list[Any]:

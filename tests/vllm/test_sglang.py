@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import hashlib
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from minitui.sources.server_metrics import read_page
-from tests.support.fake_openai import FakeServer
+from tests.support.fake_openai import FakeSglang
 from tests.support.paths import ROOT
 from tests.vllm.test_recorded import free_ports
 
@@ -54,18 +53,6 @@ sglang:time_to_first_token_seconds_sum{engine_type="unified",is_streaming="true"
 """
 
 
-class Sglang(FakeServer):
-    """SGLang's HTTP server. `told`: what it says about its KV events."""
-
-    told: Any = None
-
-    async def _answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        if path == "/server_info":
-            self._reply(writer, 200, json.dumps({"version": "0.5.23", "kv_events": self.told}))
-        else:
-            await super()._answer(path, body, writer)
-
-
 def digest(tree: CachedTree) -> str:
     """Returns a short name of the texts that end in a leaf."""
     ends = [node.id for node in tree.state.nodes.values() if node.id and not node.children]
@@ -96,11 +83,10 @@ def test_totals_are_added_over_priorities_and_repeated_counts_are_not() -> None:
 async def test_sglang_says_where_it_publishes() -> None:
     """After the ports of its ranks comes one for its load: it is not a rank."""
     context, port = zmq.asyncio.Context.instance(), free_ports(4)
-    api = Sglang()
+    api = FakeSglang()
     api.told = {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": port, "topic": "", "block_size": 16,
                 "dp_size": 1, "load_endpoint_port_base": port + 1, "replay_endpoint_port_base": port + 3}
-    await api.start()
-    try:
+    async with api:
         with contextlib.ExitStack() as held:
             for kind, place in ((zmq.PUB, 0), (zmq.PUB, 1), (zmq.ROUTER, 3)):
                 held.enter_context(context.socket(kind)).bind(f"tcp://127.0.0.1:{port + place}")
@@ -111,8 +97,6 @@ async def test_sglang_says_where_it_publishes() -> None:
             found = await find_events(api.url)
             assert (found.events, found.ranks) == (f"tcp://127.0.0.1:{port}", 1)
             assert found.tried == "SGLang has no replay endpoint"
-    finally:
-        await api.kill()
 
 
 @pytest.mark.parametrize("told", [None, 7, {}, {"endpoint_port_base": "x"}, {"endpoint_port_base": 1 << 20}])
@@ -120,11 +104,8 @@ async def test_what_is_not_an_address_is_not_taken_from_the_server(told: Any, mo
     port = free_ports(2)
     monkeypatch.setattr("minitui.vllm.kv_sockets.FIRST_PORT", port)
     monkeypatch.setattr("minitui.vllm.kv_sockets.FIND_S", 0.3)
-    api = Sglang()
+    api = FakeSglang()
     api.told = told
-    await api.start()
-    try:
+    async with api:
         found = await find_events(api.url)
         assert (found.events, found.tried) == ("", f"no KV events are published at tcp://127.0.0.1:{port}")
-    finally:
-        await api.kill()
