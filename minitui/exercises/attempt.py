@@ -81,10 +81,10 @@ class Attempt:
 class Attempts:
     """Runs attempts, each in a new process. A context manager; any thread may call `run`, one at a time."""
 
-    def __init__(self, exercise: Exercise, folder: Path, cpu: float = CPU_S, seconds: float = SECONDS) -> None:
-        """`folder`: where the recordings are written. `cpu`, `seconds`: the limits of the student's code."""
+    def __init__(self, exercise: Exercise, folder: Path, cpu: float = CPU_S) -> None:
+        """`folder`: where the recordings are written. `cpu`: the limit of the student's code, in seconds."""
         self.exercise, self._folder = exercise, folder
-        self._limits = (cpu, seconds)
+        self._limits = (cpu, SECONDS)
         script = str(Path(__file__).with_name("process.py"))
         self._process = LimitedProcess(script, "runs exercises", lambda: b"{}", LIMITS)
         self._process.start()

@@ -27,7 +27,6 @@ from minitui.viewmodel.history.steps import Steps
 from minitui.viewmodel.history.tokens import TokenTimes
 
 UNKNOWN = 1 << 26  # ids from here on stand for tokens that the recording does not tell
-MOST_UNKNOWN = (1 << 31) - UNKNOWN - 2
 
 
 @dataclass(slots=True)

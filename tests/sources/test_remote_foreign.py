@@ -131,9 +131,9 @@ async def attached(store: Store | None = None, **fields: Any) -> AsyncIterator[t
         yield fake, source, chats
 
 
-async def two_turns(url: str, model: str = "") -> tuple[Any, Any]:
+async def two_turns(url: str) -> tuple[Any, Any]:
     """A chat of two turns on a server."""
-    source = OpenAISource(url, model=model)
+    source = OpenAISource(url)
     await source.start(lambda progress: None)
     chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=30))
     chats.use(source.codec)

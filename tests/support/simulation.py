@@ -26,11 +26,11 @@ class SimulatedRunner:
     synchronous = True
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_rows: int, vocab_size: int = 50, max_blocks: int = 4096,
-        echo: bool = False, groups: tuple[SideGroup, ...] = (),
+        self, num_blocks: int, block_size: int, max_rows: int, vocab_size: int = 50, echo: bool = False,
+        groups: tuple[SideGroup, ...] = (),
     ) -> None:
         self.echo, self.groups = echo, groups
-        self.table = np.full((max_rows, max_blocks), -1, np.int64)
+        self.table = np.full((max_rows, 4096), -1, np.int64)
         # Of each window group: its block table, and (position, token) of each slot. Of the states: the tokens so far.
         windows = [group for group in groups if group.kind == "window"]
         self.windows = [

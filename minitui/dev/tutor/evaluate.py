@@ -43,24 +43,24 @@ def answers_of(model: Path, quantization: str = "none") -> Answer:
     return answer
 
 
-def hold_turns(items: dict[str, Item], answer: Answer, chats: int = CHATS, turns: int = TURNS) -> list[float]:
+def hold_turns(items: dict[str, Item], answer: Answer) -> list[float]:
     """Returns, for each turn, the share of chats whose answer in this turn is right, word for word.
 
     Each chat asks canonical questions of random items. The third turn is a follow-up if the second turn's item has one.
     """
     rng = random.Random(11)
     asked = [item for item in items.values() if item.id not in (NOT_CAUGHT, NO_MORE)]
-    talks: list[Chat] = [[{"role": "system", "content": DEFAULT_SYSTEM_PROMPT}] for _ in range(chats)]
+    talks: list[Chat] = [[{"role": "system", "content": DEFAULT_SYSTEM_PROMPT}] for _ in range(CHATS)]
     last = [rng.choice(asked) for _ in talks]
     right: list[float] = []
-    for turn in range(turns):
+    for turn in range(TURNS):
         for index, talk in enumerate(talks):
             follow = last[index].follow.get("more") if turn == 2 else None
             item = items[follow] if follow else rng.choice(asked)
             talk.append({"role": "user", "content": "tell me more" if follow else item.question})
             last[index] = item
         replies = answer(talks)
-        right.append(sum(reply.strip() == item.answer for reply, item in zip(replies, last, strict=True)) / chats)
+        right.append(sum(reply.strip() == item.answer for reply, item in zip(replies, last, strict=True)) / CHATS)
         for talk, reply in zip(talks, replies, strict=True):
             talk.append({"role": "assistant", "content": reply})
     return right

@@ -160,14 +160,12 @@ class FakeSource(Source):
         speed: float = 0.0,
         start_error: str = "",
         loads_at_once: bool = True,
-        max_num_seqs: int = 16,
     ) -> None:
         self.runner = ScriptedRunner(num_blocks, 16, answer)
         self.speed, self.start_error = speed, start_error
         self.loaded = asyncio.Event()
         if loads_at_once:
             self.loaded.set()
-        self.max_num_seqs = max_num_seqs
         super().__init__()
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.records: deque[Record] = deque()
@@ -183,7 +181,7 @@ class FakeSource(Source):
             raise EngineError(self.start_error)
         self.engine = Engine(
             self.runner,
-            SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=self.max_num_seqs, max_model_len=4096),
+            SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=16, max_model_len=4096),
             eos_ids=frozenset({END}),
         )
         self.runner.scheduler = self.engine.scheduler
