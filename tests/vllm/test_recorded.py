@@ -233,6 +233,14 @@ async def found(url: str, ranks: int, **options: Any) -> list[Any]:
             await asyncio.sleep(0.02)
 
 
+async def filled(source: Any, part: str) -> Any:
+    """Returns a part of the engine's state, when there is something in it."""
+    async def current() -> Any:
+        return (await source.snapshot())[part]
+
+    return await until(current)
+
+
 @contextlib.asynccontextmanager
 async def attached(beside: Beside, cache: Path, to_telemetry: bool = False, **options: Any) -> AsyncIterator[Any]:
     from minitui.sources.vllm import VllmSource
@@ -299,7 +307,7 @@ async def test_the_data_parallel_ranks_are_replicas(tmp_path: Path) -> None:
             await source.watch(source.replicas[1])
             state = await source.snapshot()
             assert source.shown is source.replicas[1] and state["num_blocks"] == 30
-            await asyncio.wait_for(has_request(source), 60)
+            await filled(source, "requests")
             for place in ("0", "1"):
                 source.pins["0a1b2c3d"] = source.replicas[int(place)].url
                 stream = source.submit(PROMPT, SamplingParams(max_tokens=3), group="0a1b2c3d")
@@ -348,11 +356,6 @@ def test_facts_that_are_not_valid_name_no_engine(wrong: dict[str, Any]) -> None:
         assert _engine("http://[::1]:8001", ServerInfo.from_json(facts | wrong)) is None
 
 
-async def has_request(source: Any) -> None:
-    while not (await source.snapshot())["requests"]:
-        await asyncio.sleep(0.01)
-
-
 async def test_an_engine_without_an_endpoint_is_watched(tmp_path: Path) -> None:
     """As on a second machine (--headless)."""
     async with beside_vllm() as beside:
@@ -391,9 +394,7 @@ async def test_the_telemetry_hides_texts_and_needs_the_key(tmp_path: Path, monke
         admission = ("cmpl-1", 0, [1, 2, 3, 4], 60, [])
         events = [("c", ["cmpl-1"], [0], [3])]
         beside.send("schedule", 0.002, 0.003, 0, events, [admission], [], [], [("cmpl-1", 60)], {}, 60, 1, 0, None)
-        while not (nodes := (await source.snapshot())["nodes"]):
-            await asyncio.sleep(0.01)
-        [leaf] = nodes.values()
+        [leaf] = (await filled(source, "nodes")).values()
         assert leaf["blocks"] == [1, 2, 3] and len(set(leaf["ids"])) == 1
 
 

@@ -123,7 +123,7 @@ def test_decode_steps_on_a_cpu_compute_what_the_decoder_does(kind: str, made: An
 @pytest.mark.parametrize("kind", ["cwm", "ministral"])
 def test_a_cpu_reads_nothing_behind_a_window(kind: str, speculative_tokens: int, made: Any) -> None:
     """The pages that requests have released are NaN, as if another request had computed it."""
-    _, directory = made(kind, next(seed for seed in range(9) if len(groups_of(kind, seed)) > 1))
+    _, directory = made(kind, next(s for s in range(9) if len(set(read_config_of(kind, s).get("layer_types", ()))) > 1))
     replies = []
     for spoilt in (False, True):
         options: dict[str, Any] = {"dtype": "float32", "prefix_caching": False}
@@ -168,10 +168,6 @@ def test_two_ranks_draw_what_one_does(kind: str, made: Any, monkeypatch: pytest.
     assert together == alone
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
-
-
-def groups_of(kind: str, seed: int) -> set[str]:
-    return set(read_config_of(kind, seed).get("layer_types", ()))
 
 
 def read_config_of(kind: str, seed: int) -> dict[str, Any]:

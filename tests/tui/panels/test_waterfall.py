@@ -31,10 +31,6 @@ def drawn(panel: Waterfall, view: View, width: int = 120, height: int = 30) -> l
     return [plain(row) for row in panel.picture(view, width, height).rows]
 
 
-def row_of(rows: list[str], name: str) -> str:
-    return next(row for row in rows if row.startswith(name))
-
-
 @pytest.fixture(scope="module")
 def gpu() -> View:
     return folded_view(TraceReader(bundled()["h200-8b"]))
@@ -137,7 +133,7 @@ def test_requests_show_their_phases_and_the_selected_one_is_in_sight(gpu: View) 
     assert re.search(r"\+ \d+ more requests", rows[-1])
     gpu.select("request", 40)
     try:
-        row = row_of(drawn(panel, gpu, 120, 16), "r40")
+        row = next(row for row in drawn(panel, gpu, 120, 16) if row.startswith("r40"))
     finally:
         gpu.select(None)
     assert f"+{joined.tokens:,}" in row and "─" in row
