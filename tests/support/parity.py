@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,7 +61,8 @@ def our_logits(driver: Driver, request: Any, chunks: list[int]) -> torch.Tensor:
         with torch.inference_mode():
             runner.loaded.batch.apply(plan)
             inputs = eager(runner).build_inputs(plan)
-            inputs.meta.logit_rows = None
+            inputs.meta.logit_rows = inputs.meta.live_rows = None
+            inputs.draws.entries = np.arange(count)  # the logits of all tokens are returned
             rows.append(eager(runner).forward(plan, inputs)[0])
     return torch.cat(rows)
 
