@@ -93,7 +93,18 @@ class ContextExceeded(ApiError):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Returns the ApiError for an exception. Logs an unexpected exception."""
+    """Returns the ApiError for an exception. Logs an unexpected exception. Removes tracebacks and causes: they lead
+    back to the exception, and would hold the request's body until the garbage collector finds them."""
+    found = _as_api_error(error)
+    part: BaseException | None = error
+    while part is not None:
+        cause = part.__cause__ or part.__context__
+        part.__traceback__ = part.__cause__ = part.__context__ = None
+        part = cause
+    return found
+
+
+def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):

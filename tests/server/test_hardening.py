@@ -211,15 +211,18 @@ def test_an_error_in_the_middle_of_a_stream_ends_it(server: Running, monkeypatch
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
-def test_a_request_leaves_nothing_to_the_garbage_collector(server: Running, path: str, stream: bool) -> None:
-    body = {"max_tokens": 4, "stream": stream, **(ASK if path == CHAT else {"prompt": "What is paging?"})}
+@pytest.mark.parametrize(("path", "status"), [("/v1/completions", 200), (CHAT, 200), ("/v1/completions", 400)])
+def test_a_request_leaves_nothing_to_the_garbage_collector(
+    server: Running, path: str, status: int, stream: bool
+) -> None:
+    prompt = {"prompt": "What is paging?" if status == 200 else [10**7]}
+    body = {"max_tokens": 4, "stream": stream, **(ASK if path == CHAT else prompt)}
     server.wait_idle()
     gc.collect()
     gc.set_debug(gc.DEBUG_SAVEALL)  # what it finds stays in gc.garbage
     try:
         with server.slowed():
-            assert server.post(path, body, headers={"Connection": "close"}).status_code == 200
+            assert server.post(path, body, headers={"Connection": "close"}).status_code == status
         server.wait_idle()
         wait_until(lambda: all(one.cycle.response_complete for one in server.service.connections))
         gc.collect()
