@@ -23,6 +23,7 @@ try:
     import uvicorn
     from starlette.types import ASGIApp
 
+    from minitui.server.access import Turns
     from minitui.server.application import create_app
     from minitui.server.connection import MAX_HEAD, Connection
     from minitui.server.service import Service
@@ -31,7 +32,6 @@ except ImportError as error:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BACKLOG = 512  # connections that the system queues until they are accepted
-AT_ONCE = 8  # of these, accepted in one turn of the event loop: between two turns, running streams send
 EXAMPLE = '{"messages": [{"role": "user", "content": "What is a KV cache?"}]}'
 DEAD_PEER_S = 20  # a peer that acknowledges nothing for this long is dropped
 LAST_ANSWERS_S = 1  # time for connections to close after the engine has ended
@@ -43,7 +43,7 @@ class Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
-            listening.listen(BACKLOG)  # asyncio has set AT_ONCE, which it uses for both
+            listening.listen(BACKLOG)  # asyncio has set the number that it accepts in one turn, which it uses for both
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -87,7 +87,7 @@ class Host:
                 self._app, lifespan="off", ws="none", log_config=None, access_log=False,
                 http=cast(Any, functools.partial(Connection, self.service)), h11_max_incomplete_event_size=MAX_HEAD,
                 server_header=False, proxy_headers=False, timeout_keep_alive=30,
-                timeout_graceful_shutdown=LAST_ANSWERS_S, backlog=AT_ONCE,
+                timeout_graceful_shutdown=LAST_ANSWERS_S, backlog=Turns.AT_ONCE,
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))
