@@ -30,7 +30,7 @@ class SimulatedRunner:
         groups: tuple[SideGroup, ...] = (),
     ) -> None:
         self.echo, self.groups = echo, groups
-        self.table = np.full((max_rows, 4096), -1, np.int64)
+        self.table = np.full((max_rows, max(4096, num_blocks)), -1, np.int64)
         # Of each window group: its block table, and (position, token) of each slot. Of the states: the tokens so far.
         windows = [group for group in groups if group.kind == "window"]
         self.windows = [

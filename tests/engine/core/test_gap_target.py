@@ -30,7 +30,7 @@ class Device(SimulatedRunner):
     seconds of it."""
 
     def __init__(self, blocks: int) -> None:
-        super().__init__(blocks + 1, 16, ROWS, max_blocks=blocks)
+        super().__init__(blocks + 1, 16, ROWS)
         self.t = self.pair_s = 0.0
         self.jumps: dict[int, float] = {}
 
