@@ -17,7 +17,7 @@ from minitui.tui.widgets.lecture import Why
 from minitui.viewmodel.explain.predict import Question, question_about
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.narrate import narrate, notable
-from tests.support.app.driving import lines
+from tests.support.app.driving import lines, settled
 from tests.support.paths import SNAPSHOTS
 from tests.support.records.panels import simulated
 from tests.support.records.views import TIGHT
@@ -129,6 +129,8 @@ async def until(app, pilot, frames, kind: str) -> None:
 async def test_the_screen_is_complete_at_its_size(size):
     async with opened(size) as (app, pilot, frames):
         await until(app, pilot, frames, "hit")
+        await frames(2)  # each draws half of the panels, and the card of the hit makes room for itself
+        await settled()
         text = "\n".join(line.rstrip() for line in lines(app)) + "\n"
         assert all(len(line) == size[0] for line in lines(app)) and len(lines(app)) == size[1]
         sentence = narrate(app.view, app.view.moment.horizon)
