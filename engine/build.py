@@ -169,7 +169,8 @@ def choose_parts(model: ModelConfig, config: EngineConfig) -> Parts:
     from engine.worker.eager import Eager
     from engine.worker.runner import Parts
 
-    if resolve(config, model).device.type == "cpu" and config.tensor_parallel_size == 1:
+    device = resolve(config, model).device
+    if device.type == "cpu" and config.tensor_parallel_size == 1:
         from engine.worker.cpu.executor import CPUSteps
 
         return Parts(ops, (CPUSteps, Eager))
@@ -178,7 +179,7 @@ def choose_parts(model: ModelConfig, config: EngineConfig) -> Parts:
         from engine.worker.graphs import fused_ops
         from engine.worker.graphs.cuda_graphs import CudaGraphs
 
-        memory = memory_of(resolve(config, model).device) or 0
+        memory = memory_of(device) or 0
         return Parts(fused_ops, (CudaGraphs, Eager), 0 if config.enforce_eager else graph_bytes(memory), compiler)
     return Parts(ops, (Eager,))
 
