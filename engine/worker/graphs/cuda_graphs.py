@@ -43,6 +43,7 @@ from engine.kernels.moe_tiles import forms
 from engine.model.experts import Experts
 from engine.model.four_bits import Int4Tiles
 from engine.progress import Progress
+from engine.worker.eager import padded
 from engine.worker.graphs.capture import Captures
 from engine.worker.graphs.extend_graphs import SEQUENCES, ExtendGraphs
 from engine.worker.graphs.fused_decode import DecodeLayers
@@ -105,7 +106,8 @@ class CudaGraphs(Executor):
             graphs.reverse()  # no memory is reserved: large graphs leave theirs to smaller ones
         self._left = {(part, size): partial(self._capture, part, size) for part, size in graphs} | warm_ups
         # cuBLAS has about 31 kernels for up to 8,192 rows. The first launch of each waits until the device has no work.
-        draws = [1 << i for i in range(1, loaded.batch.max_rows.bit_length())]
+        most, indices = loaded.batch.max_rows, loaded.batch.indices
+        draws = sorted({len(padded(indices[:n], most)) for n in range(2, most + 1)})
         for rows in (*draws, *range(APART, loaded.max_num_batched_tokens + 1, APART)):
             self._left.setdefault(rows, partial(self._warm_up, rows))
 
