@@ -35,6 +35,7 @@ MIN_TEMPERATURE = 1e-5  # a lower temperature would make scaled logits overflow;
 SMALLEST = float(np.finfo(np.float32).tiny)  # lower limit of settings that must not be rounded to 0
 IN_PROMPT = 1 << 30  # flag in a token's count: the prompt contains the token; the lower bits: its count in the reply
 INT_KEYS = 2  # int32 numbers in a row's noise key
+WARM_UP_TOP_K = 20
 SMALL_VOCABULARY = 1 << 14  # on a CPU, sorting a row of at most this many logits is faster than topk
 
 
@@ -204,6 +205,17 @@ class Sampler:
             most = int(self._logprobs[rows[logprob_rows]].max())
             logprobs = pick_logprobs(listed, ids.index_select(0, logprob_where), most)
         return Drawn(ids, bad, logprob_rows, logprobs)
+
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Draw from logits [s, V], which are overwritten, in the usual ways; forget the draws. Loads their kernels."""
+        rows = np.arange(min(len(logits), len(self._wants)))
+        device_rows = self._upload(rows)
+        before = self._wants[rows], self._top_k[rows]
+        self._top_k[rows] = min(WARM_UP_TOP_K, self.vocab_size)
+        for wants in (0, Wants.NOISE, Wants.NOISE | Wants.TRUNCATION):
+            self._wants[rows] = wants
+            self.sample(logits[: len(rows)], rows, rows, device_rows, device_rows)
+        self._wants[rows], self._top_k[rows] = before
 
     def logprob_counts(self, rows: np.ndarray) -> list[int]:
         """Returns how many of the most likely tokens each row asked for."""

@@ -57,7 +57,7 @@ from engine.worker.upload import Staging
 
 CHANGES = 1024  # block table changes that fit into the input of a decode step; more changes are sent before the step
 WARM_UP_TOKENS = (1, 24, 100, 256, 700, 1024, 2047)
-APART = 256  # rows between two numbers for which products are computed before requests need them
+APART = 64  # rows between two numbers for which products are computed before requests need them
 # A step that is GPU-bound computes at this share of the rate of one large matrix product.
 MATMUL_SHARE = 0.65
 MATMUL_SIZE, MATMUL_COUNT = 4096, 8  # the product that is measured, and how often it is computed
@@ -131,7 +131,9 @@ class CudaGraphs(Executor):
     def _warm_up(self, tokens: int) -> None:
         loaded = self._loaded
         with loaded.first_layers():
-            loaded.warm_up(tokens, loaded.pool)
+            logits = loaded.warm_up(tokens, loaded.pool)
+        if tokens <= loaded.batch.max_rows:
+            loaded.batch.sampler.warm_up(logits)
         if loaded.model_config.experts is not None:
             loaded.model.take_expert_load()  # discards the load of the warm-up
 

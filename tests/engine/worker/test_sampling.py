@@ -345,6 +345,19 @@ def test_a_mask_that_allows_nothing_is_reported() -> None:
     assert batch.sample(torch.zeros(2, 4), [0, 1]).bad.tolist() == [True, False]
 
 
+def test_a_warm_up_changes_no_draw() -> None:
+    batch, logits = Batch(), random_logits(4) / 4
+    batch.add(0)
+    batch.add(1, top_k=3)
+    batch.add(2, top_p=0.6)
+    batch.add(3, min_p=0.2)
+    rows = [*range(4)]
+    before = [batch.draw(logits, rows, [at] * 4) for at in range(200)]
+    with torch.inference_mode():
+        batch.sampler.warm_up(torch.full((20, VOCAB), torch.nan))
+    assert [batch.draw(logits, rows, [at] * 4) for at in range(200)] == before
+
+
 def test_a_row_keeps_nothing_of_the_request_before() -> None:
     logits = random_logits(1, 10)
     used, fresh = Batch(), Batch()
