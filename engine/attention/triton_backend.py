@@ -110,7 +110,7 @@ class TritonAttention:
             )
         if most_rows is not None:
             return
-        for splits, fresh, special in itertools.product((1, 2, 4, 8), (False, True), features):
+        for splits, fresh, special in itertools.product((1, 2), (False, True), features):
             prefill_attention(
                 q[:1], *cache, out[:1], self._prefill, table[:1], no_lengths[:1], no_lengths[:2],
                 self.scale, max_seq_len=1, dense=own_keys_and_values(q[:1], kv_heads), splits=splits,

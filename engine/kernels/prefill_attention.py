@@ -1,8 +1,8 @@
 """Causal attention of prefill chunks over a paged cache, with or without a cached prefix.
 
 Query heads that share a key/value head are packed into one tile: BLOCK_M rows hold BLOCK_M / GROUP tokens, and each
-tile of keys is loaded once for all these rows. For short chunks after long contexts the keys are split over programs
-(SPLITS > 1); the program that finishes last combines the splits, as in decode_attention.
+tile of keys is loaded once for all these rows. For short chunks after long contexts the keys are split over programs;
+the program that finishes last combines the splits, as in decode_attention.
 
 The bulk tensor copy engine reads the chunk's own keys and values, in whole tiles, from the output of the projection.
 Only the cached context is read through the block table. Steps without cached context use a variant of the kernel
@@ -28,8 +28,9 @@ from engine.kernels.decode_attention import capped
 
 LOG2E = 1.4426950408889634
 BLOCK_M = 64  # rows of a tile: tokens times the query heads that share a key head
-MAX_SPLIT_TILES = 64
-MAX_SPLITS = 8
+PROGRAMS = 256  # keep a GPU busy
+MAX_SPLIT_TILES, MAX_SPLITS = 64, 32
+MAX_PARTS = 2048  # parts of outputs in scratch memory: tiles * key heads * splits
 
 
 @triton.jit
@@ -100,15 +101,15 @@ def _over_chunk(q, m, mass, acc, keys, values, first, query, low, high, count, s
 
 
 @triton.jit(
-    do_not_specialize=["n", "first", "stride_table", "window"],
+    do_not_specialize=["n", "first", "stride_table", "window", "splits"],
     do_not_specialize_on_alignment=["block_table", "seq_lens", "cu_seqlens"],
 )
 def _prefill_kernel(
     q, keys, values, k_cache, v_cache, out, partial, stats, counters, block_table, seq_lens, cu_seqlens, kv_scales,
-    sinks, n, first, stride_q, stride_o, stride_table, window, scale, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    SEQS: tl.constexpr, DENSE: tl.constexpr, CONTEXT: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, STAGES: tl.constexpr,
+    sinks, n, first, stride_q, stride_o, stride_table, window, splits, scale, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, SEQS: tl.constexpr, DENSE: tl.constexpr, CONTEXT: tl.constexpr, WINDOWED: tl.constexpr,
+    CAP: tl.constexpr, HAS_SINKS: tl.constexpr, STAGES: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     TOKEN: tl.constexpr = KV_HEADS * D
@@ -143,8 +144,9 @@ def _prefill_kernel(
     if WINDOWED:
         low = tl.maximum(context + tile * BLOCK_Q - window + 1, 0)
     high = end
-    if SPLITS > 1:
-        chunk = tl.maximum(tl.cdiv(tl.cdiv(end - low, SPLITS), TILE) * TILE, 128)
+    if MOST_SPLITS > 1:
+        chunk = tl.maximum(tl.cdiv(end - low, splits), tl.minimum(tl.cdiv(end - low, 8), 512))
+        chunk = tl.maximum(tl.cdiv(chunk, TILE) * TILE, 128)
         active = tl.cdiv(end - low, chunk)
         if split >= active:
             return
@@ -203,13 +205,13 @@ def _prefill_kernel(
         if FP8:
             acc *= tl.load(kv_scales + KV_HEADS + kvh)
     o_at = out + (row * stride_o + head * D)[:, None] + d[None, :]
-    if SPLITS == 1:
+    if MOST_SPLITS == 1:
         tl.store(o_at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=live[:, None])
     else:
         if active == 1:
             tl.store(o_at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=live[:, None])
             return
-        cell = (index * KV_HEADS + kvh) * SPLITS
+        cell = (index * KV_HEADS + kvh) * splits
         tl.store(partial + (cell + split).to(tl.int64) * BLOCK_M * D + r[:, None] * D + d[None, :], acc)
         tl.store(stats + (cell + split) * 2 * BLOCK_M + r, m)
         tl.store(stats + (cell + split) * 2 * BLOCK_M + BLOCK_M + r, mass)
@@ -218,7 +220,7 @@ def _prefill_kernel(
         if arrived == active - 1:
             tl.debug_barrier()
             tl.store(counters + index * KV_HEADS + kvh, 0)
-            i = tl.arange(0, SPLITS)[:, None]
+            i = tl.arange(0, MOST_SPLITS)[:, None]
             at_stats = stats + (cell + i) * 2 * BLOCK_M + r[None, :]
             there = (i < active) & (r >= 0)[None, :]
             tops = tl.load(at_stats, mask=there, other=-1.0e30, volatile=True)
@@ -226,11 +228,13 @@ def _prefill_kernel(
             top = tl.max(tops, 0)
             mass = tl.sum(tl.exp2(tops - top[None, :]) * masses, 0)
             acc = tl.zeros([BLOCK_M, D], tl.float32)
-            for k in tl.static_range(SPLITS):  # unrolled: the loads of several splits are on their way together
-                here = (r >= 0) & (k < active)
-                weight = tl.exp2(tl.load(stats + (cell + k) * 2 * BLOCK_M + r, mask=here, other=-1.0e30) - top)
-                at = partial + (cell + k).to(tl.int64) * BLOCK_M * D + r[:, None] * D + d[None, :]
-                acc += weight[:, None] * tl.load(at, mask=here[:, None], other=0.0)
+            for k0 in tl.range(0, active, 4):
+                for j in tl.static_range(4):  # unrolled: the loads of several splits are on their way together
+                    k = k0 + j
+                    here = (r >= 0) & (k < active)
+                    weight = tl.exp2(tl.load(stats + (cell + k) * 2 * BLOCK_M + r, mask=here, other=-1.0e30) - top)
+                    at = partial + (cell + k).to(tl.int64) * BLOCK_M * D + r[:, None] * D + d[None, :]
+                    acc += weight[:, None] * tl.load(at, mask=here[:, None], other=0.0)
             tl.store(o_at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=live[:, None])
 
 
@@ -238,16 +242,15 @@ class PrefillWorkspace:
     """Scratch memory for the splits, allocated once. The counters are 0 before and after each launch."""
 
     def __init__(self, kv_heads: int, head_dim: int, device: torch.device) -> None:
-        self.max_parts = MAX_SPLIT_TILES * kv_heads * MAX_SPLITS
-        self.partial = torch.empty(self.max_parts * BLOCK_M * head_dim, dtype=torch.float32, device=device)
-        self.stats = torch.empty(self.max_parts * BLOCK_M * 2, dtype=torch.float32, device=device)
+        self.partial = torch.empty(MAX_PARTS * BLOCK_M * head_dim, dtype=torch.float32, device=device)
+        self.stats = torch.empty(MAX_PARTS * BLOCK_M * 2, dtype=torch.float32, device=device)
         self.counters = torch.zeros(MAX_SPLIT_TILES * kv_heads, dtype=torch.int32, device=device)
 
 
 def num_splits(tiles: int, kv_heads: int) -> int:
-    """Returns the number of programs that share the keys of a tile: a power of two. 256 programs keep a GPU busy."""
+    """Returns the number of programs that share the keys of a tile, at most: a power of two."""
     splits = 1
-    while splits < MAX_SPLITS and tiles * kv_heads * splits < 256:
+    while splits < MAX_SPLITS and tiles * kv_heads * splits < PROGRAMS:
         splits *= 2
     return splits
 
@@ -276,6 +279,7 @@ def prefill_attention(
         splits = 1  # this many tiles are enough programs; their splits would not fit into the workspace
     elif splits is None:
         splits = num_splits(tiles, kv_heads) if max_seq_len >= 512 else 1
+    splits = max(1, min(splits, MAX_PARTS // (tiles * kv_heads)))
     tile = 64 if head_dim <= 128 else 32
     # A stage holds a tile of keys and one of values; the queries stay in shared memory, too.
     stages = fitting(3, 2 * tile * head_dim * k_cache.dtype.itemsize, block_m * head_dim * q.dtype.itemsize)
@@ -289,8 +293,9 @@ def prefill_attention(
     _prefill_kernel[(kv_heads, tiles, splits)](
         q, keys, values, k_cache, v_cache, out, workspace.partial, workspace.stats, workspace.counters, block_table,
         seq_lens, cu_seqlens, kv_scales, sinks, n, first, q.stride(0), out.stride(0), block_table.stride(0), window,
-        scale * LOG2E,
-        KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_SIZE=block_size, BLOCK_M=block_m, TILE=tile, SPLITS=splits,
-        SEQS=triton.next_power_of_2(max(n, 256)), DENSE=dense is not None, CONTEXT=not fresh,
-        WINDOWED=window > 0, CAP=softcap * LOG2E, HAS_SINKS=sinks is not None, STAGES=stages, num_warps=4,
+        splits, scale * LOG2E,
+        KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_SIZE=block_size, BLOCK_M=block_m, TILE=tile,
+        MOST_SPLITS=MAX_SPLITS if splits > 1 else 1, SEQS=triton.next_power_of_2(max(n, 256)),
+        DENSE=dense is not None, CONTEXT=not fresh, WINDOWED=window > 0, CAP=softcap * LOG2E,
+        HAS_SINKS=sinks is not None, STAGES=stages, num_warps=4,
     )

@@ -154,9 +154,11 @@ class ExtendGraphs(StepGraphs):
             groups=tuple(map(PagedGroup, slots[1:], tables[1:])), states=states,
         )
         ids = torch.where(ids < 0, self._batch.last_token.index_select(0, token_rows), ids)
-        # Most of the graph's sequences are padding, so the number of splits depends on the tokens, not the sequences.
+        # Most of the graph's sequences are padding, so the number of splits depends on the tokens. A step behind a long
+        # text has few: with a target for gaps, as many as the time of its attention allows.
+        few = max(TOKENS[0], (size.tokens - size.decodes) // 2)
         for attention, own in zip(self._layers.attention, meta.by_group(), strict=True):
-            tiles = -(-size.tokens * attention.group // BLOCK_M)
+            tiles = -(-few * attention.group // BLOCK_M)
             attention.plan(own, padded=True, splits=num_splits(tiles, attention.kv_heads))
         self._layers.logits_of_chunks(ids, meta, self._sampling.logits[: size.draws])
 

@@ -187,7 +187,7 @@ def test_fused_decode_equals_norm_rope_store_and_attention(
     assert not workspace.counters.any()
 
 
-@pytest.mark.parametrize("splits", [None, 1, 4])
+@pytest.mark.parametrize("splits", [None, 1, 4, 32])
 @pytest.mark.parametrize(
     "special,kv_heads,group,dim,block_size", [*FORMS, *((special, 2, 4, 256, 16) for special in SPECIAL)]
 )
@@ -201,7 +201,8 @@ def test_prefill_attention_equals_the_reference(
         decodes = int(rng.integers(0, 3))
         chunks = [1] * decodes + rng.integers(1, (20, 300)[case % 2], int(rng.integers(1, 6))).tolist()
         fresh = case == 3  # no keys of earlier steps
-        lengths = [chunk + int(rng.integers(0, 700)) * int(rng.integers(0, 1 if fresh else 2)) for chunk in chunks]
+        reach = (700, 700, 9000, 1)[case]
+        lengths = [chunk + int(rng.integers(0, reach)) * int(rng.integers(0, 2)) for chunk in chunks]
         pages = Pages(rng, lengths, block_size, kv_heads, dim, small)
         bounds = torch.tensor([0, *np.cumsum(chunks)], dtype=torch.int32, device=DEVICE)
         qkv = normal(sum(chunks), kv_heads * (group + 2), dim)
