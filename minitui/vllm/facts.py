@@ -113,6 +113,17 @@ def describe_hits(scheduler: Scheduler, managers: list[Any]) -> dict[str, Any]:
     }
 
 
+def describe_graphs(config: Any, most_rows: int) -> dict[str, Any]:
+    """Returns EngineInfo.graphs if CUDA graphs compute whole steps with prompts; else, or if that is unknown, {}."""
+    compilation = config.compilation_config
+    sizes = sorted(compilation.cudagraph_capture_sizes or [])
+    # A worker in another process may have fewer graphs than its configuration says here.
+    if not sizes or config.parallel_config.world_size > 1 or compilation.cudagraph_mode.mixed_mode().name != "FULL":
+        return {}
+    rows = [size for size in sizes if size <= most_rows]
+    return {"rows": rows, "decodes": [], "tokens": sizes[-1], "prompts": most_rows, "launch_ms": 0.0}
+
+
 def describe(scheduler: Scheduler, managers: list[Any]) -> dict[str, Any]:
     """Returns facts about the engine, with the names of minitui's own. Raises EngineError if a port is not valid. A
     dense model's config has only one rank left; data_parallel_index is the rank nevertheless."""
@@ -134,6 +145,7 @@ def describe(scheduler: Scheduler, managers: list[Any]) -> dict[str, Any]:
         "dummy_weights": str(config.load_config.load_format) == "dummy", "rank": rank,
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "scheduling_policy": str(config.scheduler_config.policy),
+        "graphs": describe_graphs(config, scheduler.max_num_running_reqs),
         "tensor_parallel_size": parallel.tensor_parallel_size, "api_port": ports.api,
         "telemetry_port": ports.telemetry, "telemetry_ports": ports.all,
         "generation": model.get_diff_sampling_param(),

@@ -12,7 +12,8 @@ A played step takes the fitted time, and deviates from it as a recorded step did
 number of rows, with about the same time, rows and longest text. Kernels have steps and corners that no line has (a GPU
 waits for the longest text, a CPU changes its kernels at 48 tokens), a step of the same work does not always take the
 same time, and the 99th percentile is made of that. Recorded deviations are used equally often, so that their sum is
-right. Stalls are rare, and come as often as in the recording, in steps of any kind.
+right. Stalls come after as many steps as in the recording; in a longer run, they come again, but for one in the first
+step: the start of a run, when many requests arrive.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ ALIKE = 1.25  # without recorded steps of the same size, up to this factor, a st
 STALL, RARE = 1.5, 0.03  # multiple of the usual time of such steps; the most stalls, as a share of the steps of a kind
 ONE_ROW, SEVERAL_ROWS, PROMPTS, NO_GRAPH = KINDS = range(4)  # the kinds of steps; NO_GRAPH: or the next step has none
 # If the recorded steps do not tell costs apart: rows cost nothing beside their keys, and a key costs as much for each
-# row that reads it as for being held. And one step says that prompts cost nothing but their tokens: if all prompts fill
-# the budget, no step tells. The numbers are the certainty of this, relative to that of the recorded steps.
-ROWS_FREE, KEYS_ALIKE, PROMPTS_FREE = 3.0, 1.0, 30.0
+# row that reads it as for being held. And one step says that prompts cost nothing but their tokens, and the longest
+# text nothing but its keys: all prompts may fill the budget, and all texts may be as long. The numbers are the
+# certainty of this, relative to that of the recorded steps.
+ROWS_FREE, KEYS_ALIKE, PROMPTS_FREE, SHARE_FREE = 3.0, 1.0, 30.0, 40.0
 
 
 @dataclass(slots=True)
@@ -57,8 +59,8 @@ class Costs:
     computes the step before (`overlap`). Timeline tells when both have done their part.
 
     `most`: the most of each feature in a recorded step. `steps`: of the fit. `error`: the median relative deviation of
-    a step. `stalls`: ms of the recorded stalls, beyond the usual time. `no_graph`: ms to launch a step without a graph
-    beyond the launch of another step. `tail`: see Timeline.
+    a step. `stalls`: (steps before it, ms beyond the usual time) of each recorded stall. `no_graph`: ms to launch a
+    step without a graph beyond the launch of another step. `tail`: see Timeline.
     """
 
     own: list[float]
@@ -67,7 +69,7 @@ class Costs:
     most: list[float]
     steps: int
     error: float
-    stalls: list[float]
+    stalls: list[tuple[int, float]]
     recorded: list[RecordedSteps]  # by kind
     no_graph: float = 0.0
     tail: float = 0.0
@@ -130,7 +132,7 @@ def work_of(
         pairs += length * (start + length // 2)
         end = max(end, start + length)
     share = share_of(n, prompts, longest, graphs)
-    return 1, n + drafted > 1, n, drafted, tokens > 0, tokens, keys, pairs, held, end, share
+    return 1, n + drafted > 1 and not tokens, n, drafted, tokens > 0, tokens, keys, pairs, held, end, share
 
 
 def share_of(n: int, prompts: int, longest: int, graphs: Graphs) -> float:
@@ -230,9 +232,12 @@ class Deviations:
         used[at] += 1
         self._steps += 1
         stall = 0.0
-        if self._steps * len(costs.stalls) > (self._stalled + 0.5) * costs.steps:
-            stall = costs.stalls[self._stalled % len(costs.stalls)]
-            self._stalled += 1
+        if costs.stalls:
+            again, which = divmod(self._stalled, len(costs.stalls))
+            index, ms = costs.stalls[which]
+            if self._steps > again * costs.steps + index:
+                stall = ms if index or not again else 0.0
+                self._stalled += 1
         return fitted * recorded.multiples[at] + stall
 
 
@@ -259,6 +264,7 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
     ends = [max((start + length for _, start, length, _ in each), default=0) for each in chunks]
     prompts, longest = list(map(len, chunks)), steps.column("longest")[at].tolist()
     rows = zip(steps.column("decodes")[at].tolist(), prompts, longest, strict=True)
+    seen.work[:, SEVERAL] *= 1 - seen.work[:, PREFILL_STEPS]  # as in work_of
     work = np.column_stack((seen.work, steps.column("in_use")[at], ends, [share_of(*one, graphs) for one in rows]))
     launched = np.column_stack((seen.ahead + seen.work * seen.here[:, None], np.zeros((len(at), n - HELD))))
     paths = [path_of(*one, graphs) for one in zip(work.tolist(), prompts, longest, strict=True)]
@@ -271,7 +277,7 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
         slowly = slow & seen.here | np.append(slow[1:], False) & seen.overlapped
         if measured:
             of_device, of_launch = known & ~slow, known & ~slowly
-            own = robust(told[of_device], np.minimum(seen.device, took)[of_device], _prior(told, took)).costs
+            own = _of_device(told[of_device], np.minimum(seen.device, took)[of_device], _prior(told, took))
             of_host = robust(launched[of_launch], host[of_launch]).costs
             launch, usual = seen.own["launch"], float(np.median(seen.own["launch"]))
             if graphs:
@@ -302,9 +308,10 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
         stalls[of] = (multiples[of] - usual_multiples) * fitted[of] * stalled
         used = np.where(stalled, usual_multiples, multiples[of])
         recorded.append(RecordedSteps(sizes[of].tolist(), np.array((fitted, rows, texts))[:, of], used.tolist()))
+    stalled_at = np.flatnonzero(stalls)
     return Costs(
-        own.tolist(), of_host.tolist(), overlap, most.tolist(), len(at),
-        float(np.median(np.abs(multiples - 1))), stalls[stalls > 0].tolist(), recorded, no_graph, tail, graphs,
+        own.tolist(), of_host.tolist(), overlap, most.tolist(), len(at), float(np.median(np.abs(multiples - 1))),
+        list(zip(stalled_at.tolist(), stalls[stalled_at].tolist(), strict=True)), recorded, no_graph, tail, graphs,
     )
 
 
@@ -331,20 +338,30 @@ def _from_results(
     before = ~slow & slowly & np.append(slow[1:], False)
     after = np.flatnonzero(np.append(False, before[:-1]) & ~slowly)
     if min(quiet.sum(), slowly.sum()) < LEAST_STEPS or (known.sum() < LEAST_STEPS and len(after) < FEW):
-        return robust(told, took, _prior(told, took)).costs, of_host, 0.0, 0.0
+        return _of_device(told, took, _prior(told, took)), of_host, 0.0, 0.0
     if before.sum() >= FEW:
         prompts = np.roll(told, -1, axis=0)[before][:, [PREFILL_STEPS, PREFILL_TOKENS]]
         no_graph, of_host[PREFILL_TOKENS] = robust(prompts, took[before]).costs
     else:
         no_graph = float(min([np.percentile(took[slowly], 10), *took[before]]))  # the device can take longer
     tail = float(np.percentile(took[slow & ~slowly], 10)) if (slow & ~slowly).any() else 0.0
-    own = robust(told[quiet], took[quiet], _prior(told, took)[:2]).costs
+    own = robust(told[quiet], took[quiet], _prior(told, took)[:3]).costs
     if known.sum() >= LEAST_STEPS:
         of, takes = slow & known, device
     else:
         of = np.isin(np.arange(len(took)), after)
         takes = took - tail + no_graph + told @ of_host - np.roll(told @ own, 1)
     return own + robust(told[of] * prefill, np.maximum(takes[of] - told[of] @ own, 0.0)).costs, of_host, no_graph, tail
+
+
+def _of_device(work: np.ndarray, took: np.ndarray, prior: np.ndarray) -> np.ndarray:
+    """Returns the costs of a GPU: it reads the weights while it multiplies prompts, so their steps have a constant of
+    their own, which can be smaller than that of other steps."""
+    split = work.copy()
+    split[:, 0] -= work[:, PREFILL_STEPS]
+    costs = robust(split, took, prior).costs
+    costs[PREFILL_STEPS] -= costs[0]
+    return costs
 
 
 def _usual(multiples: np.ndarray) -> np.ndarray:
@@ -355,9 +372,10 @@ def _usual(multiples: np.ndarray) -> np.ndarray:
 
 def _prior(work: np.ndarray, took: np.ndarray) -> np.ndarray:
     """Returns what the fit assumes of costs that the recorded steps do not tell apart, for `robust`."""
-    n, most, prior = len(FEATURES), work.max(axis=0), np.zeros((3, work.shape[1]))
+    n, most, prior = len(FEATURES), work.max(axis=0), np.zeros((4, work.shape[1]))
     prior[0, ROWS[0]] = ROWS_FREE * most[ROWS[0]]
     prior[1, KEYS], prior[1, HELD] = KEYS_ALIKE * most[KEYS], -KEYS_ALIKE * most[KEYS]
+    prior[2, LONGEST_SHARE] = SHARE_FREE * most[LONGEST_SHARE]
     prior[:2] *= np.sqrt(len(work))
-    prior[2, PREFILL_STEPS::n] = PROMPTS_FREE
+    prior[3, PREFILL_STEPS::n] = PROMPTS_FREE
     return prior / max(float(np.median(took)), 1e-6)

@@ -10,14 +10,18 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from engine.info import EngineInfo
 from engine.trace.state import State
 from engine.trace.views import CACHED, FREE
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed", exc_type=ImportError)
 
+from vllm.config import CUDAGraphMode
+
 import minitui.vllm.facts as facts
 import minitui.vllm.recorder as recording
 import minitui.vllm.scheduler as scheduling
+from minitui.trace.check import UNKNOWN
 from tests.support.vllm_direct import Direct, watch_steps
 from tests.support.vllm_driver import Load, make_scheduler
 from tests.support.vllm_wild import KINDS as WILD
@@ -116,6 +120,19 @@ def test_a_model_with_other_groups_is_not_recorded_and_vllm_says_so(tmp_path, sa
     load.finish()
     assert scheduler._recorder is None and load.steps >= 60
     assert said == [f"minitui does not record this engine: {why}"]
+
+
+@pytest.mark.parametrize("mode,ranks,known", [
+    ("FULL", 1, True), ("FULL", 2, False), ("FULL_AND_PIECEWISE", 1, False), ("FULL_DECODE_ONLY", 1, False),
+    ("NONE", 1, False),
+])
+def test_graphs_are_described_if_they_compute_whole_steps_with_prompts(mode, ranks, known):
+    sizes = CUDAGraphMode[mode], [1, 8, 512, 64]
+    compilation = SimpleNamespace(cudagraph_mode=sizes[0], cudagraph_capture_sizes=sizes[1])
+    config = SimpleNamespace(compilation_config=compilation, parallel_config=SimpleNamespace(world_size=ranks))
+    found = {"rows": [1, 8, 64], "decodes": [], "tokens": 512, "prompts": 64, "launch_ms": 0.0}
+    assert facts.describe_graphs(config, 64) == (found if known else {})
+    assert EngineInfo.from_json(UNKNOWN | {"graphs": found}).graphs == found
 
 
 def test_a_step_leaves_out_a_running_request_and_takes_it_again(make, monkeypatch):

@@ -69,19 +69,36 @@ def test_padding_of_sizes_is_kept_with_work_that_was_never_recorded_with_them(mi
         assert predicted(costs, n, n * 600, n * 200 + 1200) == pytest.approx(2.0 + (n > 16) + n * 600e-5, rel=0.04), n
 
 
-def test_stalls_come_as_often_as_recorded_and_in_no_other_place(mixture):
+def test_stalls_come_after_as_many_steps_as_recorded_and_again_but_for_that_of_the_start(mixture):
     rows, keys, held = mixture
     took = 1.0 + 1e-5 * keys
-    stalled = took + np.where(np.arange(600) % 100 == 50, 30.0, 0.0)
+    at = [0, 150, 480]
+    stalled = took + 30.0 * np.isin(np.arange(600), at)
     costs = costs_of(recorded(rows, keys, held, stalled), "here")
     deviations = Deviations(costs)
     times = [
         deviations.took(path_of(w := work(*one), 0, 1, {}), sum(costs.of(w, 1)))
-        for one in zip(rows, keys, held, strict=True)
+        for one in zip(*([*each, *each] for each in mixture), strict=True)
     ]
-    assert sum(time > 20 for time in times) == 6
-    assert sum(times) == pytest.approx(stalled.sum(), rel=0.02)
-    assert sorted(times)[-7] < 1.5 * took.max()
+    assert [i for i, time in enumerate(times) if time > 20] == [*at, 750, 1080]
+    assert sum(times[:600]) == pytest.approx(stalled.sum(), rel=0.02)
+    assert sorted(times)[-6] < 1.5 * took.max()
+
+
+def test_a_gpu_reads_the_weights_while_it_multiplies_prompts(mixture):
+    """All recorded prompts fill the budget, and all texts are about as long."""
+    rows, keys, held = mixture
+    r = np.random.default_rng(5)
+    full = r.random(600) < 0.5
+    longest, starts = r.integers(2680, 2720, 600), r.integers(0, 700, 600).tolist()
+    took = (np.where(full, 10.0, 2.0) + 1e-5 * keys) * r.normal(1.0, 0.03, 600)
+    steps = recorded(rows, keys, held, took, np.full(600, 0.1))
+    steps.column("tokens")[:], steps.column("longest")[:] = rows + 2000 * full, longest
+    steps._chunks = [[(1, start, 2000, True)] * bool(one) for start, one in zip(starts, full, strict=True)]
+    costs = costs_of(steps, "here", GRAPHS | {"tokens": 4096, "prompts": 64})
+    step = prompts(20, 500, 2700)
+    step[FEATURES.index("keys")], step[FEATURES.index("longest share")] = 12_000, 2700
+    assert costs.of(step, 2)[0] == pytest.approx(2.5 + 0.12, rel=0.15)
 
 
 def test_a_step_takes_the_longer_of_device_and_host(mixture):
@@ -152,7 +169,7 @@ def test_paths():
 
 
 def prompts(rows: float, tokens: float, end: float = 0) -> list[float]:
-    more = {"prefill steps": 1, "prefill tokens": tokens, "longest prompt": end}
+    more = {"steps with several rows": 0.0, "prefill steps": 1, "prefill tokens": tokens, "longest prompt": end}
     features = dict(zip(FEATURES, work(rows, 0, 0), strict=True)) | more
     return list(features.values())
 
