@@ -30,7 +30,7 @@ LOG2E = 1.4426950408889634
 BLOCK_M = 64  # rows of a tile: tokens times the query heads that share a key head
 PROGRAMS = 256  # keep a GPU busy
 MAX_SPLIT_TILES, MAX_SPLITS = 64, 32
-MAX_PARTS = 2048  # parts of outputs in scratch memory: tiles * key heads * splits
+MAX_PARTS = 4096  # parts of outputs in scratch memory: tiles * key heads * splits
 
 
 @triton.jit
