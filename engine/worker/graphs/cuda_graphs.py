@@ -57,7 +57,9 @@ from engine.worker.upload import Staging
 
 CHANGES = 1024  # block table changes that fit into the input of a decode step; more changes are sent before the step
 WARM_UP_TOKENS = (1, 24, 100, 256, 700, 1024, 2047)
-APART = 64  # rows between two numbers for which products are computed before requests need them
+# Rows between two numbers for which products are computed before requests need them. An odd number: cuBLAS has other
+# kernels for numbers of rows that 2, 4 or 8 divides.
+APART = 33
 # A step that is GPU-bound computes at this share of the rate of one large matrix product.
 MATMUL_SHARE = 0.65
 MATMUL_SIZE, MATMUL_COUNT = 4096, 8  # the product that is measured, and how often it is computed

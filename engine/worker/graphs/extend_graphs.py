@@ -154,8 +154,8 @@ class ExtendGraphs(StepGraphs):
             groups=tuple(map(PagedGroup, slots[1:], tables[1:])), states=states,
         )
         ids = torch.where(ids < 0, self._batch.last_token.index_select(0, token_rows), ids)
-        # Most of the graph's sequences are padding, so the number of splits depends on the tokens. Beside decodes, a chunk
-        # behind a long text has few: as many as a target for gaps allows.
+        # Most of the graph's sequences are padding, so the number of splits depends on the tokens. Beside decodes, a
+        # chunk behind a long text has few: as many as a target for gaps allows.
         few = max(TOKENS[0], (size.tokens - size.decodes) // (4 if size.decodes else 2))
         for attention, own in zip(self._layers.attention, meta.by_group(), strict=True):
             tiles = -(-few * attention.group // BLOCK_M)
