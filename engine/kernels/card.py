@@ -4,7 +4,8 @@
     Hopper (9.0), Blackwell (10.0)    launches overlap; 227 KiB
     Blackwell (12.0), such as RTX 50  launches overlap; 99 KiB
 
-Tiles and stages were measured on Hopper. On a card with less shared memory, fewer tiles are loaded ahead.
+Tiles and stages were measured on Hopper; those for 2 to 64 tokens with 4-bit numbers, and those for 8-bit whole
+numbers, also as they are compiled for an RTX 4090. On a card with less shared memory, fewer tiles are loaded ahead.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ class Card(NamedTuple):
     capability: tuple[int, int]
     shared: int  # bytes of shared memory that one program can use
     processors: int = 132  # multiprocessors: programs that run at the same time, or more
+
+    @property
+    def by_warps(self) -> bool:
+        """Returns True if each warp multiplies on its own (mma.sync), and tensor cores read registers only."""
+        return self.capability[0] not in (9, 10)
 
 
 @cache

@@ -167,7 +167,9 @@ def tiled(values: torch.Tensor, scale: torch.Tensor, w: ScaledMatrix, out: torch
 def form_for(m: int, n: int, whole: bool) -> tuple[int, int, int, int]:
     """Returns (rows, columns, warps, stages) of a tile. Without `whole`, its columns are in one block of weights."""
     tiles, processors = triton.cdiv(m, 128) * triton.cdiv(n, 256), card().processors
+    few = triton.cdiv(m, 64) * triton.cdiv(n, 64) <= 2 * processors
+    if whole and card().by_warps and not few:
+        return 128, 128, 4, 3
     if whole and tiles >= 0.9 * processors * triton.cdiv(tiles, processors):  # few processors are idle at the end
         return 128, 256, 8, 4
-    few = triton.cdiv(m, 64) * triton.cdiv(n, 64) <= 2 * processors
     return (64, 64, 4, 5) if few else (64, 128, 4, 4)

@@ -103,11 +103,45 @@ def add_quarter(
     return acc, total
 
 
+@triton.jit
+def _factors(groups, offsets, g, column, COUNT: tl.constexpr, ROWS: tl.constexpr):
+    """Returns the factors and the offsets of COUNT groups from g on, for ROWS rows from `column` on. The kernel calls
+    this one tile early: Triton loads only operands of tensor cores ahead."""
+    found = ()
+    for i in tl.static_range(COUNT):
+        at = (g + i) * 128 + column + tl.arange(0, ROWS)
+        by = tl.load(groups + at)
+        found = found + ((by, by if offsets is None else tl.load(offsets + at)),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _add_divided(
+    acc, by, words, b, factors, Q: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr
+):
+    """Like add_quarter, but acc is the sum divided by the factors of a group, so it needs no second sum. Returns acc
+    and these factors.
+
+    The other factors of a row are float16 from 6e-8 to 1, so a factor of 0 may become 1e-18: what its group adds is
+    lost in the rounding of the sum, and sums up to 1e20 remain finite. Each new divisor rounds the sum by 3e-7 of it at
+    most, 100 groups by 3e-5; rounding it to bfloat16 changes it by up to 4e-3.
+    """
+    less = tl.full(by.shape, -136.0, b.dtype)
+    if OFFSETS:
+        less = (factors[1] - 136.0).to(b.dtype)
+    if Q * P % GROUP == 0:
+        before = by
+        by = factors[0].to(tl.float32)
+        by = tl.where(by == 0.0, 1e-18, by)
+        acc *= (before / by)[:, None]
+    return tl.dot(_numbers(words, less[:, None], Q), b.T, acc), by
+
+
 @triton.jit(do_not_specialize=["M", "WHOLE"])  # one compiled program for any number of tokens
 def _few_kernel(
     x, w, groups, offsets, scale, y, halves, counters, M, N, WHOLE, K: tl.constexpr, GROUP: tl.constexpr,
-    P: tl.constexpr, OFFSETS: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    P: tl.constexpr, OFFSETS: tl.constexpr, SCALED: tl.constexpr, DIVIDED: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     TILES: tl.constexpr = K // (4 * P)
     STEPS: tl.constexpr = TILES * P // WIDTH
@@ -131,19 +165,32 @@ def _few_kernel(
     column = n0 % 128
     row = n0 // 128 * TILES * 128 + column
     at_group = n0 // 128 * TILES * SHARE
+    if DIVIDED:
+        factors = _factors(groups, offsets, at_group + first // (P // WIDTH) * SHARE, column, SHARE, BLOCK_N)
+        by = tl.full([BLOCK_N], 1.0, tl.float32)
     after_previous(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for i in tl.range(first, end, num_stages=STAGES):
         t = i // (P // WIDTH)
+        if DIVIDED:
+            following = tl.minimum(i + 1, end - 1) // (P // WIDTH)
+            later = _factors(groups, offsets, at_group + following * SHARE, column, SHARE, BLOCK_N)
         piece = i % (P // WIDTH) * WIDTH  # of the words of a row; written so, it is known to be a multiple
         words = read_tile(w, row + t * 128, piece, None, P, BLOCK_N, WIDTH)
         total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for q in tl.static_range(4):
             g = at_group + t * SHARE + q * P // GROUP
             b = read_tile(x, m0, t * 4 * P + q * P + piece, M, K, BLOCK_M, WIDTH)
-            acc, total = add_quarter(acc, total, words, b, groups, offsets, g, column, q, P, GROUP, OFFSETS, SCALED)
+            if DIVIDED:
+                acc, by = _add_divided(acc, by, words, b, factors[q * P // GROUP], q, P, GROUP, OFFSETS)
+            else:
+                acc, total = add_quarter(acc, total, words, b, groups, offsets, g, column, q, P, GROUP, OFFSETS, SCALED)
+        if DIVIDED:
+            factors = later
         if SCALED:
             acc = _waited(acc)
+    if DIVIDED:
+        by_row *= by
     acc *= by_row[:, None]
     last = True
     if shared:
@@ -172,12 +219,18 @@ class Form(NamedTuple):
     scaled: bool  # the factors of groups multiply the weights, not the sums: then the weights are rounded to bfloat16
     programs: int = 1  # that run on a processor at the same time
     parts: int = 1  # parts of K, which the next norm sums
+    divided: bool = False  # the sums are divided by the factors of a group, which are loaded one tile ahead
 
 
 def few_form(m: int, w: FourBitMatrix, in_parts: bool) -> Form:
     """Returns the form that was the fastest in measurements, for x [m, K]. in_parts: there may be several parts."""
-    (n, k), width = w.shape, w.values.shape[-1]
-    if m <= 32:
+    (n, k), width, by_warps = w.shape, w.values.shape[-1], card().by_warps
+    most = 1 if not in_parts else 8 if k > 8192 and m <= (64 if by_warps else 32) else 4
+    if m <= 64 and by_warps:  # Triton loads stages - 1 tiles ahead: these fit into 99 KiB
+        rows = 128 if n // 128 * most >= card().processors else 64
+        stages, programs = 3 if m > 32 else 4, 128 // rows
+        form = Form(max(16, triton.next_power_of_2(m)), rows, 64, 4, stages, False, programs, divided=True)
+    elif m <= 32:
         form = Form(max(16, triton.next_power_of_2(m)), 128 if in_parts else 64, 64, 4, 4, scaled=False)
     elif m <= 64:
         form = Form(64, 64, 64, 4, 2 if n >= WIDE else 3, scaled=False, programs=3 if n >= WIDE else 2)
@@ -189,11 +242,11 @@ def few_form(m: int, w: FourBitMatrix, in_parts: bool) -> Form:
         form = Form(128, 128, 32, 4, 2, scaled=True, programs=2)
         if n < WIDE and not in_parts:
             form = Form(128, 64, 32, 4, 2, scaled=True, programs=4)
-    if m > 64 and card().capability[0] not in (9, 10):  # the operands of other tensor cores take more registers
+    if m > 64 and by_warps:  # the operands of these tensor cores take more registers
         form = form._replace(block_n=128, warps=8, programs=1)
-    parts, tiles, most = 1, k // (4 * width), 8 if m <= 32 and k > 8192 else 4
+    parts, tiles = 1, k // (4 * width)
     units = triton.cdiv(m, form.block_m) * n // form.block_n
-    while in_parts and parts < most and 2 * parts * units <= 256 and tiles % (2 * parts) == 0:
+    while parts < most and 2 * parts * units <= 256 and tiles % (2 * parts) == 0:
         parts *= 2
     form = form._replace(width=min(width, form.width))
     return form._replace(parts=parts)
@@ -227,15 +280,17 @@ def few(x: torch.Tensor, w: FourBitMatrix, form: Form, out: torch.Tensor | None 
     left = left if 2 * left <= room else 0
     halves = torch.empty(2 * left * form.block_m * form.block_n, dtype=torch.float32, device=x.device)
     registers = 65536 // (32 * form.warps * form.programs) // 8 * 8
-    columns, stages = loads(form.width, form.stages, form.block_m, form.block_n)
+    columns, stages = form.width, form.stages
+    if not form.divided:
+        columns, stages = loads(columns, stages, form.block_m, form.block_n)
     factors, moved = (None if t is None else t.view(-1, TILE) for t in (w.groups, w.offsets))
-    described = (None if t is None else tiles_of(t, [1, form.block_n]) for t in (factors, moved))
+    described = (t if t is None or form.divided else tiles_of(t, [1, form.block_n]) for t in (factors, moved))
     tiles = tiles_of(w.values.view(-1, width), [form.block_n, columns])
     _few_kernel[(units + left, form.parts)](
         tiles_of(x, [form.block_m, columns]), tiles, *described, w.scale, y, halves,
         _counters(x.device), m, n, units - left, K=k, GROUP=k // w.groups.shape[1], P=width,
-        OFFSETS=moved is not None, SCALED=form.scaled, WIDTH=columns, BLOCK_M=form.block_m, BLOCK_N=form.block_n,
-        SPLIT_K=form.parts, STAGES=stages, num_warps=form.warps,
+        OFFSETS=moved is not None, SCALED=form.scaled, DIVIDED=form.divided, WIDTH=columns, BLOCK_M=form.block_m,
+        BLOCK_N=form.block_n, SPLIT_K=form.parts, STAGES=stages, num_warps=form.warps,
         maxnreg=registers if registers < 248 else None, **overlap(),
     )
     return y

@@ -61,7 +61,10 @@ def test_gemv_equals_the_product_of_the_rounded_matrix(kind: type[GpuWeight], n:
 @pytest.mark.parametrize("m", [2, 16, 33, 64])
 @pytest.mark.parametrize(
     "kind,n,k",
-    [*((kind, n, k) for kind in (Fp8Weight, Int8Rows) for n, k in ((1024, 3072), (4096, 4096), (208, 256))), *BLOCKS],
+    [
+        *((kind, n, k) for kind in (Fp8Weight, Int8Rows) for n, k in ((1024, 3072), (4096, 4096), (208, 256))),
+        (Int8Rows, 30_000, 512), *BLOCKS,
+    ],
 )
 def test_few_tokens_are_multiplied_with_the_rounded_matrix(m: int, kind: type[GpuWeight], n: int, k: int) -> None:
     weight, wide = rounded(n, k, kind)

@@ -76,6 +76,19 @@ def test_products_are_those_of_the_numbers(n: int, k: int, group: int, offsets: 
     assert four_bits.product(normal(0, k), weight).shape == (0, n)
 
 
+@pytest.mark.parametrize("m", [2, 33, 64])
+def test_factors_of_a_row_may_be_far_apart_and_0(m: int) -> None:
+    weight, scales = Int4Tiles.empty(256, 4096, DEVICE), 10 ** (-30 * torch.rand(256, 32, device=DEVICE))
+    scales[4] = 0
+    weight.store(0, torch.randint(0, 16, (256, 4096), dtype=torch.uint8, device=DEVICE), scales, None)
+    assert 0.5 < (weight.groups == 0).double().mean() < 0.9
+    x = normal(m, 4096)
+    exact = x.double() @ weight.dense().T
+    for found in (four_bits.product(x, weight), four_bits.back_to_hidden(x, weight).view(-1, m, 256).sum(0)):
+        off = (found.double() - exact).norm(dim=0)
+        assert (off <= BOUND * exact.norm(dim=0) + 1e-9).all()
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 17, 64, 300, 2500])
 @pytest.mark.parametrize(
     "shape", [(128, 8, 512, 384, 128, False), (6, 3, 256, 384, 32, True), (9, 4, 2048, 768, 64, True)]

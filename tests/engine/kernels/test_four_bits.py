@@ -51,7 +51,7 @@ def test_the_kernels_compute_the_products_of_the_numbers() -> None:
     assert found.returncode == 0, found.stderr[-2000:]
     for case, errors in json.loads(found.stdout).items():
         for name, error in errors.items():
-            assert error < {"norm": 0.02, "expand": 0.02, "one": 5e-5}.get(name, 1e-6), (case, errors)
+            assert error < {"norm": 0.02, "expand": 0.02, "one": 5e-5}.get(name, 3e-6), (case, errors)
 
 
 @pytest.mark.parametrize("columns", [256, 384])

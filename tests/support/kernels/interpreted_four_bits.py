@@ -31,11 +31,14 @@ CASES = [(384, 32, False), (512, 128, True)]  # columns, numbers of a group, off
 
 
 def errors(columns: int, group: int, offsets: bool) -> dict[str, float]:
-    """Returns the relative errors of all products with a random matrix. Its row 3 is small, its row 4 is 0."""
+    """Returns the relative errors of all products with a random matrix. Its row 3 is small, its row 4 is 0, factors of
+    rows 5 and 6 are far apart and 0."""
     kind = type("Kind", (Int4Tiles,), {"__slots__": (), "group": group, "with_offsets": offsets})
     w = kind.empty(ROWS, columns, torch.device("cpu"))
     scales = torch.rand(ROWS, columns // group) + 0.1
     scales[3], scales[4] = 1e-6, 0
+    scales[5:7] = torch.logspace(-10, 0, columns // group)
+    scales[5, -1], scales[6, 1::2] = 0, 0
     moved = torch.randint(-8, 9, scales.shape) if offsets else None
     w.store(0, torch.randint(0, 16, (ROWS, columns), dtype=torch.uint8), scales, moved)
     wide = w.dense()
@@ -46,6 +49,10 @@ def errors(columns: int, group: int, offsets: bool) -> dict[str, float]:
 
     def error(found: torch.Tensor, exact: torch.Tensor) -> float:
         return float((found.double() - exact).norm() / exact.norm())
+
+    def error_of_rows(found: torch.Tensor) -> float:
+        exact = several.double() @ wide.T
+        return float(((found.double() - exact).norm(dim=0) / exact.norm(dim=0).clamp(1e-6)).max())
 
     def out(n: int) -> torch.Tensor:
         return torch.full((1, n), torch.nan)
@@ -59,13 +66,15 @@ def errors(columns: int, group: int, offsets: bool) -> dict[str, float]:
     width = w.values.shape[-1]
     for form in (
         Form(16, 128, width, 4, 2, scaled=False), Form(16, 128, 32, 4, 2, scaled=True, parts=columns // (4 * width)),
-        Form(16, 128, width, 4, 2, scaled=True, programs=2),
+        Form(16, 128, width, 4, 2, scaled=True, programs=2), Form(16, 128, width, 4, 2, scaled=False, divided=True),
+        Form(16, 128, 32, 4, 2, scaled=False, parts=columns // (4 * width), divided=True),
     ):
-        found[f"few, {form}"] = error(four_bits.few(several, w, form).sum(0), several.double() @ wide.T)
+        found[f"few, {form}"] = error_of_rows(four_bits.few(several, w, form).sum(0))
     four_bits.SHARED = 128  # two programs share each tile of these few columns
-    for scaled in (False, True):
-        twice = [four_bits.few(several, w, Form(16, 64, 32, 4, 2, scaled)) for _ in range(2)]
-        found[f"shared, {scaled}"] = error(twice[1][0], several.double() @ wide.T)
+    for scaled, divided in ((False, False), (True, False), (False, True)):
+        form = Form(16, 64, 32, 4, 2, scaled, divided=divided)
+        twice = [four_bits.few(several, w, form) for _ in range(2)]
+        found[f"shared, {form}"] = error_of_rows(twice[1][0])
         assert torch.equal(*twice) and not four_bits._counters(several.device).any()
     four_bits.SHARED = 1 << 20
     return found
