@@ -148,7 +148,7 @@ def _cause(parts: Sequence[Part], earlier: Sequence[Part], i: int, at: int) -> s
     now = parts[i] if i < len(parts) else None
     was = earlier[i] if i < len(earlier) else None
     if was is None or now is None:
-        return "history shortened" if now is None and i else ""
+        return "history shortened" if was is not None and i else ""
     if not _same_conversation(parts, earlier, i, at):
         return ""
     if "tool" in (now.kind, was.kind):

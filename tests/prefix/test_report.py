@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from minitui.cli.main import app
 from minitui.prefix.recorded import findings_in
 from minitui.prefix.session import FORMAT
+from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from tests.prefix.test_diagnose import PLANTED, Session
 from tests.whatif.test_play import BASE, real
@@ -63,6 +64,11 @@ def test_an_eviction_in_a_recording_is_named_and_nothing_is_invented(tmp_path):
     evicted = [one for one in small if one.cause == "eviction"]
     assert len(evicted) > 5 and all("evicted at step" in one.where for one in evicted)
     assert len(small) == 42
+
+
+def test_a_text_that_is_not_shown_has_no_change():
+    """The bundled recordings have random texts; each prompt has the same text in place of its own."""
+    assert {one.cause for one in findings_in(TraceReader(find_trace("h200-8b")))} <= {"first", "none"}
 
 
 def test_a_salt_in_a_recording_is_named(tmp_path):
