@@ -52,12 +52,12 @@ def in_browser(
     )
 
 
-def class_file(opening: dict[str, Any]) -> ClassFile | None:
+def class_file(opening: dict[str, Any], new: bool = True) -> ClassFile | None:
     """Returns the file of the class of --class-link; None without this option. Raises EngineError."""
     from minitui.teaching.class_file import ClassFile
 
     name = opening["class_link"]
-    return ClassFile(data_dir() / "classes", name) if name else None
+    return ClassFile(data_dir() / "classes", name, new) if name else None
 
 
 def open_in_browser(context: typer.Context, opening: dict[str, Any], own_engine: bool = True) -> None:

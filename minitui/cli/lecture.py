@@ -76,7 +76,7 @@ def lecture(
 
 def _kept(context: typer.Context, opening: dict[str, Any], json: bool, csv: bool) -> None:
     """Prints or serves what the file of a class has."""
-    file = class_file(opening)
+    file = class_file(opening, new=False)
     if file is None:
         raise typer.BadParameter("--json, --csv and --afterwards need --class-link NAME, the class that is meant")
     if json:

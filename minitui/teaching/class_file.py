@@ -21,9 +21,10 @@ VERSION = 1
 
 
 class ClassFile:
-    """The file of the class `name`. Raises EngineError if the name or the file is not valid."""
+    """The file of the class `name`, written if there is none and `new` is set. Raises EngineError if the name or the
+    file is not valid."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, new: bool = True) -> None:
         if not NAME.fullmatch(name):
             raise EngineError(
                 f"the class link {name[:40]!r} is not valid: use 1 to 32 lower-case letters, digits and hyphens"
@@ -32,8 +33,11 @@ class ClassFile:
         self.data: dict[str, Any] = {"version": VERSION, "token": new_token(), "title": "", "scenes": []}
         if self.path.exists():
             self.data = self._read()
-        else:
+        elif new:
             self.save()
+        else:
+            names = ", ".join(sorted(path.stem for path in folder.glob("*.json"))) or "none yet"
+            raise EngineError(f"there is no class {name!r}: the classes are {names}")
 
     @property
     def link(self) -> str:

@@ -27,7 +27,8 @@ from minitui.cli.doctor import EXTRAS, _files, _fits_gpu, _shapes, report
 from minitui.cli.launch import make_sampling, settings_with
 from minitui.cli.main import app, main
 from minitui.progress import Phases, process_age_s
-from minitui.settings import ChatSettings, Settings
+from minitui.settings import ChatSettings, Settings, data_dir
+from minitui.teaching.class_file import ClassFile
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.tui.terminal.guard import has_terminal
@@ -99,6 +100,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         (("class", "none.toml"), 1, "none.toml cannot be read: No such file"),
         (("class", "--csv"), 2, "need --class-link NAME"),
         (("class", "--class-link", "A/B", "--json"), 1, "'A/B' is not valid: use 1 to 32 lower-case letters"),
+        (("class", "--class-link", "pagin", "--json"), 1, "no class 'pagin': the classes are none yet"),
         (("chat", "--theme", "pink"), 1, "dark, light and projector"),
         (("dance",), 2, "dance"),
         (("compare", "nothing"), 1, "no comparison 'nothing': the comparisons are cache, batching"),
@@ -409,7 +411,9 @@ def test_an_option_that_would_do_nothing_is_refused(words, said):
 
 def test_a_run_sheet_is_listed_and_the_answers_of_a_class_are_printed(here):
     assert "50 minutes" in here("class", "--check").stdout
+    ClassFile(data_dir() / "classes", "paging")
     assert json.loads(here("class", "--class-link", "paging", "--json").stdout)["scenes"] == []
+    told(here("class", "--class-link", "pagin", "--csv"), 1, "no class 'pagin': the classes are paging")
     assert here("class", "--class-link", "paging", "--csv").stdout == "scene,title,question,choice,text,count,phones\n"
 
 
