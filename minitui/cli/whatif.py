@@ -114,7 +114,8 @@ def run_sweep(trace: str, text: str, arrivals: str, json: bool, out: Path | None
     if json:
         print(json_text(data, indent=2))
     else:
-        print("\n".join([*table(name, values, found), "", *notes, *sorted({n for p in found for n in p.notes})]))
+        noted = [f"{name}={value}: {note}" for value, one in zip(values, found, strict=True) for note in one.notes]
+        print("\n".join([*table(name, values, found), "", *notes, *noted]))
     _say(f"written: {', '.join(map(str, written))}")
     return 0
 

@@ -403,9 +403,9 @@ class Player:
             words = "reply is" if self.cut == 1 else "replies are"
             notes.append(f"{self.cut:,} {words} cut: pool or context are too small for the rest.")
         if self.device.extrapolated:
-            share = self.device.extrapolated / max(1, self.steps)
-            reasons = "; ".join(self._costs.beyond(self.device.most)) or "of rows"
-            notes.append(f"extrapolated: {share:.0%} of the steps have work like no recorded step: {reasons}.")
+            some = f"{self.device.extrapolated:,} of {count(self.steps, 'step')}"
+            reasons = "; ".join(self._costs.beyond(self.device.most)) or "none of those decodes about as many rows"
+            notes.append(f"extrapolated: {some}, with work like no recorded step: {reasons}.")
         return notes
 
     def view(self, name: str) -> View:

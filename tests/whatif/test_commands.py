@@ -60,7 +60,7 @@ def test_a_sweep_writes_its_figures_and_a_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(charts, "write_png", lambda svg, out: drawn.append(svg) or out)
     text = output("replay", path, "--sweep", "budget=16..256")
     assert [line.split()[0] for line in text.splitlines()[1:6]] == ["16", "32", "64", "128*", "256*"]
-    assert "extrapolated: " in text
+    assert "budget=256: extrapolated: " in text
     data = json.loads((tmp_path / "run.budget.json").read_text())
     steps = [point["figures"]["steps"] for point in data["points"]]
     assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
