@@ -61,7 +61,7 @@ class Options:
 
 
 def bench(context: typer.Context) -> None:
-    """Measure the speed of this machine; with --url, the speed of a server."""
+    """Measure the speed of this machine or, with --url, of a server."""
     main(context.args)
 
 

@@ -55,7 +55,7 @@ def compare(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Run the same work under two settings, and show both runs on one clock: what differs, in numbers and a sentence.
+    """Run the same work under two settings. See both runs on one clock, and what differs, in numbers and a sentence.
 
     \b
       minitui compare cache               six chats with one system prompt, without and with the prefix cache

@@ -77,7 +77,7 @@ def doctor(
         str | None, typer.Option(help="Of --profile-start: as in minitui chat. Default: the bundled model.")
     ] = None,
 ) -> None:
-    """List what this machine can run, and which optional parts are installed; or examine the prefixes of a session.
+    """List what this machine can run, or examine a session's prefixes. The list also has the optional parts.
 
     \b
       minitui doctor

@@ -38,7 +38,7 @@ def exercise(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Run the file once and print the result as JSON.")] = False,
 ) -> None:
-    """Write a decision of the scheduler yourself, and see what it does.
+    """Write a decision of the scheduler yourself. See what it does.
 
     \b
       minitui exercise                    list the exercises

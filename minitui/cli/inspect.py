@@ -37,7 +37,7 @@ def inspect(
         str, typer.Option(help="For KV events: the tokenizer, a directory or a model's name. Default: the model's.")
     ] = "",
 ) -> None:
-    """Watch a server: the same application as `minitui chat --connect`, which begins with the panels.
+    """Watch a server. It is the application of `minitui chat --connect`, and begins with the panels.
 
     \b
       minitui inspect --connect http://desk:8000     minitui serve

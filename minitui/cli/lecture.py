@@ -36,7 +36,7 @@ def lecture(
     json: Annotated[bool, typer.Option("--json", help="Print the scenes and answers of the class as JSON.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print the answers of the class as CSV.")] = False,
 ) -> None:
-    """Give a lecture from a run sheet: demos, comparisons, pages of lessons, steps of recordings, questions and chats.
+    """Give a lecture from a run sheet. It has demos, comparisons, lessons, steps of recordings, questions and chats.
 
     \b
       minitui class                                          the bundled run sheet, in this terminal

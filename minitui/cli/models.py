@@ -43,7 +43,7 @@ def models(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     forget_kept: Annotated[bool, typer.Option("--forget-kept", help="Remove what is kept for later starts.")] = False,
 ) -> None:
-    """List the models in the local Hugging Face cache, and which of them run here.
+    """List the models in the hub's local cache, and which run here.
 
     A model of this list starts without the network. Other models are downloaded when they are first named:
 

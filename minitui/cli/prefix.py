@@ -32,7 +32,7 @@ def proxy(
         bool, typer.Option("--hide-text", help="Store hashes of the texts, with a secret key.")
     ] = False,
 ) -> None:
-    """Pass requests on to a server with OpenAI's or Anthropic's endpoints, and log their prompts for the doctor.
+    """Pass requests on to a server, and log their prompts. Servers with OpenAI's or Anthropic's endpoints are known.
 
     \b
       minitui proxy --to http://localhost:8000 --log run.jsonl

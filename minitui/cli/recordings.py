@@ -73,7 +73,7 @@ def replay(
         typer.Option("--requests", help="Of --what-if --json: add each request, and the causes of its waits (slow)."),
     ] = False,
 ) -> None:
-    """Play or export a recording, or ask what another setting would have done.
+    """Play or export a recording, or ask what another setting does.
 
     \b
       minitui replay                                 list the bundled recordings

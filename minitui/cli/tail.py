@@ -63,7 +63,7 @@ def tail(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="With --requests: print each line as JSON, in ms.")] = False,
 ) -> None:
-    """Print the engine's work as lines of text, with the causes of slow steps, and what the cache saves.
+    """Print the engine's work as lines of text. They name the causes of slow steps, and what the cache saves.
 
     \b
       minitui tail class.trace

@@ -151,7 +151,7 @@ def advise(
     ] = "recorded",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say which setting would have served the requests of a recording best.
+    """Say which setting would have served a recording's requests best.
 
     \b
       minitui advise run.trace --goal first=500,gap=50

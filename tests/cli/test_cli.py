@@ -48,6 +48,7 @@ def test_help_names_every_command_and_gives_examples():
     text = CliRunner().invoke(app, ["--help"]).output
     for command in COMMANDS:
         assert f"  {command} " in text
+    assert not re.search(r"\w\.\.\.", text), "a sentence is cut"
     assert 'minitui ask "What is a KV cache?"' in text
 
 
