@@ -101,7 +101,7 @@ def asked_in(reader: TraceReader) -> Recorded:
     del first  # else all parts stay in memory
     recorded = asked_of(kept, hidden, exact=not info.engine and not info.overlap)
     if not recorded.requests:
-        raise EngineError(f"{reader.path} has no requests: there is nothing to play")
+        raise EngineError("the recording has no requests: record, or watch a server, while some run")
     return recorded
 
 

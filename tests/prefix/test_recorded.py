@@ -7,8 +7,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
+from engine.errors import EngineError
 from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.trace.side_pool import SideGroup
@@ -132,6 +135,12 @@ def test_a_prompt_of_one_block_cannot_share(tmp_path):
     found = s.findings()
     assert [found[number].cause for number in numbers] == ["first", "too short for a block", "none"]
     assert lines(list(found.values()), "run")[-2:] == ["", "No request lost its prefix."]
+
+
+def test_a_recording_without_requests_is_refused_whatever_its_file_is_called(tmp_path):
+    """The file of a server that was watched has a name that its user does not know."""
+    with pytest.raises(EngineError, match="the recording has no requests: record, or watch"):
+        Recorded(tmp_path / "run.trace", 1).findings()
 
 
 def test_the_parts_of_a_prompt():
