@@ -137,8 +137,10 @@ class TopBar(Bar):
         return 1 + len(self._story(width))
 
     def _story(self, width: int) -> list[str]:
-        lines = self.app.view.texts.labelled(self.app.told).split("\n")
-        return [piece for line in lines for piece in textwrap.wrap(line, max(20, width - 4)) or [""] if line]
+        lines = filter(str.strip, self.app.view.texts.labelled(self.app.told).split("\n"))
+        hung = ((line, " " * 2 * (len(line) - len(line.lstrip()))) for line in lines)  # a choice: "   a) its text"
+        most = max(20, width - 4)
+        return [piece for line, hang in hung for piece in textwrap.wrap(line, most, subsequent_indent=hang)]
 
     def paint(self, view: View) -> int:
         if self.size.width and self.size.height != 1 + len(self._story(self.size.width)):

@@ -20,6 +20,7 @@ from minitui.trace.reader import TraceReader
 from minitui.tui.apps.compare_app import CompareApp, DemoApp, RecordingsApp, TwoRecordings, compare_in_app
 from minitui.tui.apps.demo import play_in_app
 from minitui.tui.screens.compare import CompareScreen
+from minitui.tui.widgets.bars import TopBar
 from minitui.viewmodel.compare.comparison import Comparison
 from minitui.viewmodel.compare.runs import recorded_view
 from tests.support.app.driving import press, type_text, until
@@ -55,6 +56,10 @@ async def test_two_recordings_are_shown_with_their_figures(size: tuple[int, int]
         assert ("S", "save") not in screen.hints(), "they are recordings already"
         await press(pilot, "2")
         assert app.current_mode == "inspect"
+        app.story = "Which?\n   a) " + "block " * 60
+        await until(pilot, lambda: "a) block" in app.screen.query_one(TopBar).text)
+        rows = [line for line in app.screen.query_one(TopBar).text.splitlines() if "block block" in line]
+        assert len(rows) > 1 and {line.index("block") for line in rows} == {8}, "the choice is indented"
 
 
 class Changeable(FakeSource):
@@ -117,7 +122,7 @@ async def test_a_demo_of_two_settings_ends_with_both_runs_side_by_side() -> None
         source, Chats(source, sampling=sampling(30)), Settings(), system="Answer.", load_codec=lambda info: ByteCodec(),
         script=script,
     )
-    async with app.run_test(size=(100, 30)) as pilot:
+    async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: "X to play" in app.story or "stopped" in app.story)
         await press(pilot, "k")
         screen = app.screen
@@ -128,6 +133,8 @@ async def test_a_demo_of_two_settings_ends_with_both_runs_side_by_side() -> None
         assert [head.split(" · ")[0] for head in heads] == ["│ static batching", "│ continuous batching"]
         steps = [re.search(r"(\d+) steps", head)[1] for head in heads]
         assert all(f"{n} steps" in app.story for n in steps), "the text and the picture have the same figures"
+        await press(pilot, "tab")
+        await until(pilot, lambda: " static batching " in screen.figures.text)  # the name of a run is not cut
         await press(pilot, "2", "S", "0")
         assert app.current_mode == "compare"
         await press(pilot, "S")
