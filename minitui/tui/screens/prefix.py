@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -21,7 +22,8 @@ from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs, clean, fit, wrapped
 from minitui.viewmodel.view import View
 
-COLUMNS = (("request", 9), ("as in", 8), ("prompt", 8), ("shared", 8), ("cached", 8), ("lost", 8), ("time", 9))
+COLUMNS = (("request", 8), ("as in", 8), ("prompt", 8), ("shared", 8), ("cached", 8), ("lost", 8), ("time", 9))
+WIDE = 90  # cells: a narrower panel leaves out two columns, so that the causes are whole
 
 
 class PrefixPanel(LinePanel):
@@ -57,7 +59,7 @@ class PrefixPanel(LinePanel):
         )]
         room = max(1, height - 1 - min(len(below) + 1, height // 2 + 2))
         first = max(0, min(self.at - room // 2, len(self.found) - room))
-        rows = [Row("".join(f"{name:>{cells}}" for name, cells in COLUMNS) + "  cause", "dim").done(width)]
+        rows = [Row(_cells([name for name, _ in COLUMNS], width) + "  cause", "dim").done(width)]
         rows += [self._line(i, width) for i in range(first, min(len(self.found), first + room))]
         return Picture([*rows, (), *below], "Prefix doctor", [(heading(summary), "dim")], legend)
 
@@ -68,10 +70,9 @@ class PrefixPanel(LinePanel):
         cached = f"{one.cached:,}" if one.cached is not None else "unknown"
         cost = duration(one.seconds * 1e3) if one.seconds is not None and one.lost else glyphs().dash
         figures = (f"r{one.number}", ancestor, f"{one.prompt:,}", f"{one.could:,}", cached, f"{one.lost:,}", cost)
-        cells = (f"{text:>{cells}}" for (_, cells), text in zip(COLUMNS, figures, strict=True))
-        row = Row("".join(cells))
+        row = Row(_cells(figures, width))
         fault = CAUSES[one.cause][0]
-        words = f"{one.cause} ({fault})" if fault else "found all that it shares" if one.cause == "none" else one.cause
+        words = f"{one.cause} ({fault})" if fault else "nothing lost" if one.cause == "none" else one.cause
         chat = self.chats.get(one.number, "")
         row.add(f"  {words}", "dim" if one.cause in WELL else "bold bad")
         return row.add(f"  {clean(chat)}" if chat else "", "dim").done(width, "select" if i == self.at else "")
@@ -90,6 +91,11 @@ class PrefixPanel(LinePanel):
 
     def action_move(self, lines: int) -> None:
         self.at = max(0, min(len(self.found) - 1, self.at + lines)) if isinstance(self.found, list) else 0
+
+
+def _cells(texts: Sequence[str], width: int) -> str:
+    columns = zip(texts, COLUMNS, strict=True)
+    return "".join(f"{text:>{n}}" for text, (name, n) in columns if width >= WIDE or name not in ("shared", "time"))
 
 
 class PrefixScreen(PanelDialog):

@@ -53,3 +53,6 @@ async def test_a_changed_system_prompt_is_named_with_what_it_cost() -> None:
         assert CAUSES["system prompt changed"][1] in " ".join(text.replace("│", " ").split())
         await press(pilot, "down", "down")
         assert "No earlier request begins alike." in shown(app)
+        await pilot.resize_terminal(80, 24)
+        await until(pilot, lambda: max(map(len, shown(app).splitlines())) < 80)
+        assert "system prompt changed (client)" in shown(app), "the cause is cut"
