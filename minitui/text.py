@@ -78,6 +78,11 @@ def ranges(numbers: Sequence[int], most: int = 8) -> str:
     return ", ".join(parts)
 
 
+def percent(share: float) -> str:
+    """Returns a probability: "12.5%", "<0.1%"."""
+    return f"{share:.1%}" if share >= 0.001 else "<0.1%"
+
+
 def ordinal(n: int) -> str:
     """Returns "1st", "2nd", "3rd", "4th"."""
     suffix = "th" if 10 <= n % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")

@@ -115,8 +115,9 @@ def lesson(
         return
     progress = LessonProgress(settings_file.data_dir() / FILE)
     if number is None:
-        rows = [(f"minitui lesson {one.number:<2}   {one.title}", _about(one.question, progress.summary(one)))
-                for one in LESSONS]
+        told = ((one, progress.summary(one)) for one in LESSONS)
+        rows = [(f"minitui lesson {one.number:<2}   {one.title}", f"{one.question} ({done})" if done else one.question)
+                for one, done in told]
         print(_columns(rows))
         print("\nOpen a lesson with its number: `minitui lesson 0` is the first.\nKey L in a lesson shows the others.")
         print("`minitui exercise` lists decisions of the engine that you can then write yourself.")
@@ -158,10 +159,6 @@ def lesson_source(number: int, record: Path | None = None) -> tuple[Choice, Any,
 
     choice = choose_model(None)
     return choice, *changing_source(choice, {}, find_lesson(number).options, record)
-
-
-def _about(question: str, progress: str) -> str:
-    return f"{question} ({progress})" if progress else question
 
 
 def _columns(rows: list[tuple[str, str]]) -> str:

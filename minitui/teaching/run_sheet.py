@@ -85,10 +85,6 @@ def read_run_sheet(path: Path = BUNDLED) -> RunSheet:
     return _Reading(path, text).sheet(found)
 
 
-def _pages(number: int) -> int:
-    return len(lesson(number).pages)
-
-
 def _steps(name: str) -> int:
     reader = TraceReader(find_trace(name))
     reader.check()
@@ -167,7 +163,7 @@ class _Reading:
         what = found[kind]
         self._check(number, kind, KINDS[kind][1], what)
         if kind == "lesson":
-            pages, page = _pages(what), found.get("page", 1)
+            pages, page = len(lesson(what).pages), found.get("page", 1)
             if not 1 <= page <= pages:
                 raise self._error(number, "page", f"lesson {what} has the pages 1 to {pages}, not {page}")
         if kind == "recording":

@@ -224,16 +224,12 @@ async def preemption(stage: Stage) -> None:
     await stage.read_answer()
     await stage.slow(0.03)
     metrics = await stage.answers(chats)
-    times = {id: metric["preemptions"] for id, metric in zip(ids, metrics, strict=True)}
-    preempted = " and ".join(f"r{id} {_times(times[id])}" for id in sorted(ids, reverse=True) if times[id])
+    times = sorted(((id, metric["preemptions"]) for id, metric in zip(ids, metrics, strict=True)), reverse=True)
+    preempted = " and ".join(f"r{id} {'once' if n == 1 else f'{n} times'}" for id, n in times if n)
     stage.say(
         f"Each of the four replies has {metrics[0]['output_tokens']} tokens. Preempted: {preempted}. A preempted "
         "request computes again what is no longer cached, and continues with the next token."
     )
-
-
-def _times(n: int) -> str:
-    return "once" if n == 1 else f"{n} times"
 
 
 # ---- fork

@@ -12,7 +12,7 @@ from minitui.teaching.lessons.page import Seen, TypeIn
 from minitui.teaching.lessons.written import read_lesson
 from minitui.teaching.merges import merges, quoted, shown_piece
 from minitui.teaching.stage import Stage
-from minitui.text import count
+from minitui.text import count, percent
 from minitui.viewmodel.board import Pieces
 
 TEXT = "What is prefill? My name is Anna."
@@ -22,17 +22,12 @@ LONGEST = 120  # characters of a typed text
 LISTED = 8  # merges in the text of the result
 REPLY = 8
 CANDIDATES = 4
-LEAST = 0.001  # a smaller probability is not shown exactly
 TYPE = TypeIn("Your text", TEXT, LONGEST)
 ASK = TypeIn("Your question", QUESTION, LONGEST)
 
 
 def _pieces(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, ...]:
     return tuple(shown_piece(tokenizer.token_bytes(token)) for token in ids)
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}" if share >= LEAST else f"<{LEAST:.1%}"
 
 
 async def cut_up(stage: Stage) -> Seen:
@@ -79,7 +74,7 @@ async def score(stage: Stage) -> Seen:
     deltas = await stage.complete(ids, SamplingParams(temperature=0.0, max_tokens=1, logprobs=CANDIDATES))
     best = deltas[0].logprobs[0].top
     shares = [(repr(_pieces(tokenizer, [token])[0]), math.exp(value)) for token, value in best]
-    rows = [(piece, share, _percent(share)) for piece, share in shares]
+    rows = [(piece, share, percent(share)) for piece, share in shares]
     return Seen(
         f"One forward pass computed the {len(ids)} prompt tokens. It gave one number for each token of the vocabulary. "
         "The next page says how these numbers become probabilities. The most likely tokens:\n" + stage.bars(rows),

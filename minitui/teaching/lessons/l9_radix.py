@@ -64,7 +64,8 @@ class TreeDrawing:
         lines: list[tuple[TreeLine, Prefix]] = []  # with the prefix of the last block
         for node, depth, blocks in nodes:
             name = self._name(node)
-            cells = [(b.number, marks.get(b.prefix) or self._state(b, new)) for b in blocks]
+            states = ("new" if new and b.prefix not in self._drawn else "kept" for b in blocks)
+            cells = [(b.number, marks.get(b.prefix) or state) for b, state in zip(blocks, states, strict=True)]
             tail = blocks[-1].prefix
             while not node.children and (following := self._after(tail, evicted)):
                 cells.append((evicted.pop(following)[0].number, "evicted"))
@@ -84,9 +85,6 @@ class TreeDrawing:
         for node, depth, blocks in nodes:
             self._drawn |= {block.prefix: (block, depth, self._name(node)) for block in blocks}
         return gone
-
-    def _state(self, block: Block, new: bool) -> str:
-        return "new" if new and block.prefix not in self._drawn else "kept"
 
     def _after(self, prefix: Prefix, among: dict[Prefix, tuple[Block, int, str]]) -> Prefix | None:
         size = self.stage.state().block_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minitui.text import count
+from minitui.text import count, percent
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs, cells, clip, legend, wrapped
@@ -62,7 +62,7 @@ def piece_lines(board: Pieces, width: int) -> list[Runs]:
 
 
 LONGEST_TOKEN = 16  # cells
-VISIBLE = 0.0005  # a smaller probability is printed as <0.1% and has no bar
+VISIBLE = 0.0005  # a smaller probability has no bar
 FIGURES = 18  # cells for the two probabilities after a bar
 
 
@@ -102,12 +102,8 @@ def _row(token: Candidate, name: str, label: int, room: int, drawn: bool, width:
         line.add(g.times * max(1, round(token.before * room)), "bad")
     else:
         line.add(g.active * (max(1, round(token.now * room)) if token.now >= VISIBLE else 0), "hit")
-    now = "cut" if token.now is None else _percent(token.now, token.at_most)
+    now = "cut" if token.now is None else ("<" * token.at_most + percent(token.now)).replace("<<", "<")
     line.to(label + max(0, room)).right(now, label + max(0, room) + 8, "bad" if token.now is None else "ink")
     if token.before != token.now:
-        line.right(f"({_percent(token.before)})", width, "dim")
+        line.right(f"({percent(token.before)})", width, "dim")
     return line.done(width)
-
-
-def _percent(share: float, at_most: bool = False) -> str:
-    return f"{'<' if at_most or share < VISIBLE else ''}{max(share, 2 * VISIBLE):.1%}"
