@@ -189,8 +189,9 @@ class ChatCommands:
     def do_set(self, text: str) -> None:
         name, _, value = text.partition(" ")
         if not name:
-            s = self.session.sampling
-            self.app.say("; ".join(f"{k} {'default' if v is None else v}" for k, v in vars(s).items()))
+            known = {k: f"{v} (default)" for k, v in self.app.source.info.generation.items()}
+            values = vars(self.session.sampling).items()
+            self.app.say("; ".join(f"{k} {known.get(k, 'default') if v is None else v}" for k, v in values))
             return
         self.app.say(self.session.sampling.set(name, value.strip(), self.app.source.cannot_use))
 

@@ -666,6 +666,13 @@ async def test_unknown_commands_and_wrong_arguments_are_sentences():
             assert screen.prompt.text == command, "it can be corrected"
 
 
+async def test_the_settings_are_listed_with_the_defaults_that_are_known():
+    async with running() as (app, pilot, _screen):
+        app.submit("/set top_k 5")
+        app.submit("/set")
+        await _said(app, pilot, "temperature 0.0 (default); top_p default; top_k 5; ")
+
+
 async def test_the_code_for_phones_is_above_the_middle_of_its_address():
     pytest.importorskip("segno", reason="the extra 'web' is not installed")
     async with running() as (app, pilot, _):
