@@ -11,6 +11,7 @@ import gc
 import math
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -125,6 +126,7 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
     from engine.model.hf.config import read_model_config
     from engine.text.tokenizer import Tokenizer
 
+    warnings.simplefilter("ignore", FutureWarning)  # from transformers: which names its next versions have
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer = Tokenizer(directory)

@@ -260,11 +260,12 @@ class CostModel:
             for work in (windows.before, windows.work, windows.ahead)
         )
         zero, here = np.zeros(len(windows.number)), windows.here
-        planned = {i: _planned(self.host, work) for i, work in ((0, windows.work), (1, windows.ahead))}
+        plan, launch = self.host["plan"], self.host["launch"]
+        planned = [plan.of(work) + launch.of(work) for work in (windows.work, windows.ahead)]
         commit = self.host["commit"].of(windows.before)
         host = commit + self.emit + planned[0] * here + planned[1]
         # The device begins with a step when its launch begins, but not before the step before has ended.
-        offset = np.where(here, commit + self.emit + self.host["plan"].of(windows.work), -windows.head)
+        offset = np.where(here, commit + self.emit + plan.of(windows.work), -windows.head)
         device = offset + self.device.of(windows.work)
         total = np.maximum(host, device)
         # Without the prompts, the host and the device would need this much less.
@@ -325,10 +326,6 @@ class CostModel:
 def _within(work: np.ndarray, unseen: np.ndarray) -> np.ndarray:
     """Returns for each row of work [n, FEATURES] whether it has nothing in these directions [FEATURES, k]."""
     return (np.abs(work @ unseen) <= UNSEEN).all(axis=1)
-
-
-def _planned(host: dict[str, Fit], work: np.ndarray) -> np.ndarray:
-    return host["plan"].of(work) + host["launch"].of(work)
 
 
 def windows(steps: Steps, at: np.ndarray) -> Windows:
