@@ -44,7 +44,8 @@ class Row:
         return self.value / limit if self.unit.endswith("/s") else limit / self.value
 
     def line(self) -> str:
-        share = f"{self.share:6.0%} of limit {_number(self.limit or 0)}" if self.share is not None else " " * 23
+        limit = f"of limit {_number(self.limit or 0).strip():>6} {self.unit:5s}"
+        share = f"{self.share:6.0%} {limit}" if self.share is not None else " " * 28
         steady = self._share_of(self.sustained)
         share += f" ({steady:4.0%} sustained)" if steady is not None else ""
         parts = [f"{self.name:34s} {_number(self.value)} {self.unit:9s} {share}"]

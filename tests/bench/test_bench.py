@@ -65,7 +65,8 @@ def test_a_prefill_is_bound_by_its_operations_and_a_cached_one_does_less(tmp_pat
 def test_the_share_of_the_limit_reads_both_ways() -> None:
     assert Row("a", 50.0, "tok/s", limit=100.0).share == 0.5
     assert Row("b", 50.0, "ms", limit=10.0).share == 0.2
-    assert "best other       7.00" in Row("c", 9.0, "ms", 5.0, other=7.0).line()
+    line = Row("c", 9.0, "ms", 5.0, other=7.0).line()
+    assert "best other       7.00" in line and " 56% of limit   5.00 ms" in line
 
 
 def test_the_command_measures_the_bundled_model_on_a_cpu(
