@@ -302,7 +302,8 @@ def _nearest(name: str) -> str | None:
     def key(other: str) -> tuple[bool, int, int]:
         pairs = zip(_stem(name), _stem(other), strict=False)
         common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        return ("moe" in _stem(other)) == ("moe" in _stem(name)), common, _version(other)
+        version = int((re.search("[0-9]", other) or "0")[0])
+        return ("moe" in _stem(other)) == ("moe" in _stem(name)), common, version
 
     return max(alike, key=key)
 
@@ -314,10 +315,6 @@ def _stem(name: str) -> str:
 
 def _letters(name: str) -> str:
     return re.match("[a-z]*", _stem(name))[0]  # type: ignore[index]
-
-
-def _version(name: str) -> int:
-    return int((re.search("[0-9]", name) or "0")[0])
 
 
 OFF: tuple[Any, ...] = (False, "", [], {})  # 0 is accepted too: it equals False
