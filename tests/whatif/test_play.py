@@ -168,7 +168,7 @@ def test_figures_are_those_of_the_records(speculation, tmp_path):
     assert question.figures == Run(recorded_view(question.reader)).figures
     player = question.play(question.setting, traced=True)
     told, seen = asdict(player.figures), asdict(Run(player.view("played")).figures)
-    for name in ("requests", "finished", "steps", "replies", "cached", "twice", "evicted", "preemptions"):
+    for name in ("requests", "finished", "steps", "replies", "computed", "cached", "twice", "evicted", "preemptions"):
         assert told[name] == seen[name], name
     for name in ("gaps", "first_p50", "first_p99", "gap_p50", "gap_p99"):
         assert told[name] == pytest.approx(seen[name], rel=0.01), name  # records have whole microseconds

@@ -66,7 +66,7 @@ class Lane:
     first_token: float | None = None
     cached_before: int = 0  # the part of `request.cached_tokens` from before the history began
     computed_tokens: int = 0  # prompt tokens prefilled
-    missed_tokens: int = 0  # the same, only before the first preemption
+    missed_tokens: int = 0  # the same, without those computed again after a preemption
     preemptions: int = 0  # up to the last folded record: `request` may be ahead
     preempted_before: bool = False  # before the history began: how many tokens it computed again is unknown
     admitted_before: bool = False  # before the history began

@@ -139,7 +139,8 @@ class Lanes(Reader):
             if lane is not None:
                 lane.mark(PREFILLING, step, step)
                 lane.computed_tokens += n
-                lane.missed_tokens += 0 if lane.preemptions else n
+                if lane.highest or not lane.preemptions:  # after a preemption, the rest of the prompt
+                    lane.missed_tokens += max(0, min(start + n, lane.request.prompt_tokens) - max(start, lane.highest))
                 if lane.highest > start:
                     lane.again += ((step, min(n, lane.highest - start)),)
                 if samples and id in self._unnumbered:
