@@ -71,9 +71,10 @@ class Attempt:
     @property
     def data(self) -> dict[str, Any]:
         """The result for scripts."""
+        yours, reference = (one and round(one, 6) for one in (self.figure, self.reference))
         return {
             "exercise": self.exercise.name, "passed": self.passed, "broken": self.broken or None, "step": self.step,
-            "score": self.score, "figure": self.exercise.figure, "yours": self.figure, "reference": self.reference,
+            "score": self.score, "figure": self.exercise.figure, "yours": yours, "reference": reference,
             "printed": self.printed,
         }
 

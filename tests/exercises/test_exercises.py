@@ -196,6 +196,7 @@ def test_the_command_prints_the_result_and_saves_both_runs(tmp_path, monkeypatch
     found = here("exercise", "chunk", "--json", "--save", "run")
     data = json.loads(found.stdout)
     assert found.returncode == 0 and data["passed"] and data["score"] > 105 and data["yours"] < data["reference"]
+    assert len(str(data["reference"])) < 12, "rounded"
     compared = json.loads(here("compare", *data["recordings"], "--json").stdout)
     assert compared["differences"]["gap_p99_ms"]["better"] is True and [run["name"] for run in compared["runs"]] == [
         "reference", "yours",
