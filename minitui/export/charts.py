@@ -72,6 +72,5 @@ def _chart(values: Sequence[str], curve: Curve, marked: Sequence[bool]) -> str:
 
 
 def _label(x: float, y: float, text: str, fill: str, size: int) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}" font-size="{size}" text-anchor="middle">{escape(text)}</text>'
-    )
+    shown = f'fill="{fill}" stroke="{GROUND}" stroke-width="4" paint-order="stroke"'  # no curve runs through it
+    return f'<text x="{x:.1f}" y="{y:.1f}" {shown} font-size="{size}" text-anchor="middle">{escape(text)}</text>'

@@ -60,7 +60,8 @@ class Costs:
 
     `most`: the most of each feature in a recorded step. `steps`: of the fit. `error`: the median relative deviation of
     a step. `stalls`: (steps before it, ms beyond the usual time) of each recorded stall. `no_graph`: ms to launch a
-    step without a graph beyond the launch of another step. `tail`: see Timeline.
+    step without a graph beyond the launch of another step. `tail`: see Timeline. `alone`: of an engine that does not
+    report what its host does, ms of each recorded step that was launched when none was in flight, beside the device.
     """
 
     own: list[float]
@@ -74,6 +75,7 @@ class Costs:
     no_graph: float = 0.0
     tail: float = 0.0
     graphs: Graphs = field(default_factory=dict)
+    alone: list[float] = field(default_factory=list)
 
     @property
     def limits(self) -> list[float]:
@@ -103,6 +105,11 @@ class Timeline:
         self._tail = tail
         self._now = self._host = self._device = 0.0  # the last results; until when each has work
         self._ends: deque[float] = deque()  # when the device has computed each step in flight
+
+    @property
+    def idle(self) -> bool:
+        """True if no step is in flight."""
+        return not self._ends
 
     def launch(self, own: float, launched: float, kind: int) -> None:
         """Launch a step."""
@@ -207,12 +214,12 @@ class Deviations:
         self._costs = costs
         self._used = [[0] * len(recorded.sizes) for recorded in costs.recorded]
         self._longest = max(1.0, *(recorded.like[2].max() for recorded in costs.recorded))
-        self._steps = self._stalled = 0
+        self._steps = self._stalled = self._alone = 0
         self.extrapolated = False  # no recorded step had about as many rows as the last one
 
-    def took(self, path: StepPath, fitted: float) -> float:
+    def took(self, path: StepPath, fitted: float, alone: bool = False) -> float:
         """Returns the time of a step: its fitted time with the deviation of one of the NEAR recorded steps that it
-        resembles most, one of those used least. Adds a stall where one is due."""
+        resembles most, one of those used least. Adds a stall where one is due, and the host's time if it is `alone`."""
         costs, recorded, size = self._costs, self._costs.recorded[path.kind], path.size
         sizes = recorded.sizes
         self.extrapolated = bisect_right(sizes, size * ALIKE) == bisect_left(sizes, size / ALIKE)
@@ -238,6 +245,9 @@ class Deviations:
             if self._steps > again * costs.steps + index:
                 stall = ms if index or not again else 0.0
                 self._stalled += 1
+        if alone and costs.alone:
+            stall += costs.alone[self._alone % len(costs.alone)]
+            self._alone += 1
         return fitted * recorded.multiples[at] + stall
 
 
@@ -259,6 +269,11 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
         between = np.diff(steps.column("arrived")[at] * 1e3, prepend=np.nan) - took
         follows = (steps.column("decodes")[at] > 0) & (between >= 0)  # the engine had work all along
         took = took + np.where(follows, between, np.median(between[follows]) if follows.any() else 0.0)
+    alone = np.zeros(0)
+    if overlap and not measured:
+        first = seen.here & ~np.isnan(seen.device)
+        host_of = np.where(first, np.maximum(took - seen.device, 0.0), 0.0)
+        took, alone = took - host_of, host_of[first]
     graphs = graphs or (NO_GRAPHS if overlap and not measured else {})
     chunks = [steps.chunks(step) for step in seen.number.tolist()]
     ends = [max((start + length for _, start, length, _ in each), default=0) for each in chunks]
@@ -312,6 +327,7 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
     return Costs(
         own.tolist(), of_host.tolist(), overlap, most.tolist(), len(at), float(np.median(np.abs(multiples - 1))),
         list(zip(stalled_at.tolist(), stalls[stalled_at].tolist(), strict=True)), recorded, no_graph, tail, graphs,
+        alone.tolist(),
     )
 
 

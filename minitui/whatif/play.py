@@ -99,6 +99,7 @@ class Device:
         self.held: Callable[[], int]  # blocks that requests hold
         self._rows: dict[int, list[int]] = {}
         self._timeline, self._slowly = Timeline(), False  # since the last results, a step without a graph was launched
+        self._alone = False  # the oldest step in flight was launched when none was
 
     def charge(self, costs: Costs) -> None:
         """Let the following steps take time."""
@@ -139,6 +140,7 @@ class Device:
         work = work_of(n, drafted, keys, longest, chunks, self.held() * self.block_size, costs.graphs)
         self.most = list(map(max, self.most, work))
         path = path_of(work, len(chunks), longest, costs.graphs)
+        self._alone |= self._timeline.idle
         self._timeline.launch(*costs.of(work, path.kind), path.kind)
         self._slowly |= path.kind == NO_GRAPH
         return work, path
@@ -148,7 +150,8 @@ class Device:
         if self._costs is not None and work:
             self.own_s = max(self._costs.of(work, path.kind)) / 1e3
             path, self._slowly = beside_no_graph(path) if self._slowly else path, False
-            self.now += self._deviations.took(path, self._timeline.arrive()) / 1e3
+            alone, self._alone = self._alone, False
+            self.now += self._deviations.took(path, self._timeline.arrive(), alone) / 1e3
             self.extrapolated += self._deviations.extrapolated or any(map(gt, work, self._limits))
 
 

@@ -85,6 +85,23 @@ def test_stalls_come_after_as_many_steps_as_recorded_and_again_but_for_that_of_t
     assert sorted(times)[-6] < 1.5 * took.max()
 
 
+def test_the_host_s_time_of_a_step_that_none_precedes_is_added_to_such_steps_only(mixture):
+    rows, keys, held = mixture
+    device, alone = 2.0 + 1e-5 * keys, np.arange(600) % 40 == 0
+    steps = recorded(rows, keys, held, device + np.where(alone, 15.0, 0.0), np.full(600, 0.1))
+    steps.column("device")[:], steps.column("part:plan")[:] = device, np.nan
+    steps.column("t")[alone] = steps.column("ended")[alone] - 1e-3
+    costs = costs_of(steps, "here")
+    assert costs.alone == pytest.approx([15.0] * 15) and not costs.stalls
+    deviations, path = Deviations(costs), path_of(step := work(20, 12_000, 5_200), 0, 1, costs.graphs)
+    times = [deviations.took(path, max(costs.of(step, 1)), alone=not i % 2) for i in range(10)]
+    assert times == pytest.approx([17.12, 2.12] * 5, rel=0.02)
+    timeline = Timeline()
+    assert timeline.idle
+    timeline.launch(1.0, 0.0, 1)
+    assert not timeline.idle and timeline.arrive() == 1.0 and timeline.idle
+
+
 def test_a_gpu_reads_the_weights_while_it_multiplies_prompts(mixture):
     """All recorded prompts fill the budget, and all texts are about as long."""
     rows, keys, held = mixture
