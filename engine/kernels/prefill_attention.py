@@ -30,7 +30,7 @@ LOG2E = 1.4426950408889634
 BLOCK_M = 64  # rows of a tile: tokens times the query heads that share a key head
 PROGRAMS = 256  # keep a GPU busy
 MAX_SPLIT_TILES, MAX_SPLITS = 64, 32
-MAX_PARTS = 4096  # parts of outputs in scratch memory: tiles * key heads * splits
+MAX_PARTS = 512  # tiles * splits: parts of the outputs of each key head that fit into the scratch memory
 
 
 @triton.jit
@@ -242,8 +242,9 @@ class PrefillWorkspace:
     """Scratch memory for the splits, allocated once. The counters are 0 before and after each launch."""
 
     def __init__(self, kv_heads: int, head_dim: int, device: torch.device) -> None:
-        self.partial = torch.empty(MAX_PARTS * BLOCK_M * head_dim, dtype=torch.float32, device=device)
-        self.stats = torch.empty(MAX_PARTS * BLOCK_M * 2, dtype=torch.float32, device=device)
+        rows = kv_heads * MAX_PARTS * BLOCK_M
+        self.partial = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
+        self.stats = torch.empty(rows * 2, dtype=torch.float32, device=device)
         self.counters = torch.zeros(MAX_SPLIT_TILES * kv_heads, dtype=torch.int32, device=device)
 
 
@@ -279,7 +280,7 @@ def prefill_attention(
         splits = 1  # this many tiles are enough programs; their splits would not fit into the workspace
     elif splits is None:
         splits = num_splits(tiles, kv_heads) if max_seq_len >= 512 else 1
-    splits = max(1, min(splits, MAX_PARTS // (tiles * kv_heads)))
+    splits = max(1, min(splits, MAX_PARTS // tiles))
     tile = 64 if head_dim <= 128 else 32
     # A stage holds a tile of keys and one of values; the queries stay in shared memory, too.
     stages = fitting(3, 2 * tile * head_dim * k_cache.dtype.itemsize, block_m * head_dim * q.dtype.itemsize)
