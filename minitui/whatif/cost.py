@@ -84,8 +84,7 @@ class Costs:
 
     def of(self, work: Sequence[float], kind: int) -> tuple[float, float]:
         """Returns what work [FEATURES] costs: (own, launched)."""
-        own, launched = sum(map(mul, work, self.own)), sum(map(mul, work, self.launched))
-        return own, launched + self.no_graph * (kind == NO_GRAPH)
+        return cost_of(work, self.own), cost_of(work, self.launched) + self.no_graph * (kind == NO_GRAPH)
 
     def beyond(self, most: Sequence[float]) -> list[str]:
         """Returns in words how the largest steps of a played run exceed the recorded ones: "1,024 prompt tokens in a
@@ -142,6 +141,15 @@ def work_of(
     return 1, n + drafted > 1 and not tokens, n, drafted, tokens > 0, tokens, keys, pairs, held, end, share
 
 
+def cost_of(work: Sequence[float], costs: Sequence[float]) -> float:
+    """Returns what work [FEATURES] costs, in ms. A step with prompts costs no less than its decodes alone."""
+    cost = sum(map(mul, work, costs))
+    if not work[PREFILL_STEPS]:
+        return cost
+    several = work[ROWS[0]] + work[ROWS[1]] > 1
+    return max(cost, several * costs[SEVERAL] + sum(work[i] * costs[i] for i in OF_DECODES))
+
+
 def share_of(n: int, prompts: int, longest: int, graphs: Graphs) -> float:
     """Returns how many tokens of the longest text one program reads, if n rows decode: all if the device's splits are
     unknown, none if the rows are computed as chunks. More programs than fill the device run one after the other."""
@@ -157,6 +165,7 @@ def share_of(n: int, prompts: int, longest: int, graphs: Graphs) -> float:
 Graphs = dict[str, Any]  # EngineInfo.graphs
 NO_GRAPHS: Graphs = {"rows": [], "decodes": [], "tokens": 0, "prompts": 0}  # no step with prompts has one
 PREFILL = (PREFILL_STEPS, PREFILL_TOKENS, LONGEST_PROMPT)
+OF_DECODES = (0, *ROWS, KEYS, HELD, LONGEST_SHARE)
 
 
 class RecordedSteps(NamedTuple):
@@ -279,7 +288,8 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
     ends = [max((start + length for _, start, length, _ in each), default=0) for each in chunks]
     prompts, longest = list(map(len, chunks)), steps.column("longest")[at].tolist()
     rows = zip(steps.column("decodes")[at].tolist(), prompts, longest, strict=True)
-    seen.work[:, SEVERAL] *= 1 - seen.work[:, PREFILL_STEPS]  # as in work_of
+    for features in (seen.work, seen.ahead):
+        features[:, SEVERAL] *= 1 - features[:, PREFILL_STEPS]  # as in work_of
     work = np.column_stack((seen.work, steps.column("in_use")[at], ends, [share_of(*one, graphs) for one in rows]))
     launched = np.column_stack((seen.ahead + seen.work * seen.here[:, None], np.zeros((len(at), n - HELD))))
     paths = [path_of(*one, graphs) for one in zip(work.tolist(), prompts, longest, strict=True)]
@@ -302,8 +312,12 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
             own, of_host, no_graph, tail = _from_results(told, took, seen.device, slow, slowly)
     else:
         own, of_host, slow, slowly = robust(told, took, _prior(told, took)).costs, np.zeros(n), kinds < 0, kinds < 0
-    each = ((told @ own).tolist(), (work @ of_host + no_graph * slow).tolist(), kinds.tolist())
-    fitted = np.array(_played(list(zip(*each, strict=True)), seen.overlapped.tolist(), tail))
+    own_costs, host_costs = own.tolist(), of_host.tolist()
+    costs = [
+        (cost_of(one, own_costs), cost_of(each, host_costs) + no_graph * late, kind)
+        for one, each, late, kind in zip(told.tolist(), work.tolist(), slow.tolist(), kinds.tolist(), strict=True)
+    ]
+    fitted = np.array(_played(costs, seen.overlapped.tolist(), tail))
     kinds = np.where(slow | slowly, NO_GRAPH, kinds)
     paths = [beside_no_graph(path) if late else path for late, path in zip(slowly.tolist(), paths, strict=True)]
     multiples = took / np.maximum(fitted, 1e-9)
@@ -325,7 +339,7 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
         recorded.append(RecordedSteps(sizes[of].tolist(), np.array((fitted, rows, texts))[:, of], used.tolist()))
     stalled_at = np.flatnonzero(stalls)
     return Costs(
-        own.tolist(), of_host.tolist(), overlap, most.tolist(), len(at), float(np.median(np.abs(multiples - 1))),
+        own_costs, host_costs, overlap, most.tolist(), len(at), float(np.median(np.abs(multiples - 1))),
         list(zip(stalled_at.tolist(), stalls[stalled_at].tolist(), strict=True)), recorded, no_graph, tail, graphs,
         alone.tolist(),
     )

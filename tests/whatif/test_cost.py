@@ -118,6 +118,22 @@ def test_a_gpu_reads_the_weights_while_it_multiplies_prompts(mixture):
     assert costs.of(step, 2)[0] == pytest.approx(2.5 + 0.12, rel=0.15)
 
 
+@pytest.mark.parametrize("full", [0.5, 0.0])
+def test_a_step_with_few_prompt_tokens_costs_no_less_than_its_decodes_alone(mixture, full):
+    """All recorded prompts fill the budget, or there are none."""
+    rows, keys, held = mixture
+    r = np.random.default_rng(5)
+    filled, starts = r.random(600) < full, r.integers(0, 700, 600).tolist()
+    took = (np.where(filled, 10.0, 2.0) + 1e-5 * keys) * r.normal(1.0, 0.03, 600)
+    steps = recorded(rows, keys, held, took, np.full(600, 0.1))
+    steps.column("tokens")[:] = rows + 2000 * filled
+    steps._chunks = [[(1, start, 2000, True)] * bool(one) for start, one in zip(starts, filled, strict=True)]
+    costs = costs_of(steps, "here", GRAPHS | {"tokens": 4096, "prompts": 64})
+    step = prompts(20, 16, 2700)
+    step[FEATURES.index("keys")], step[FEATURES.index("held keys")] = 12_000, 5_200
+    assert costs.of(step, 2) == pytest.approx((2.12, 0.1), rel=0.05)
+
+
 def test_a_step_takes_the_longer_of_device_and_host(mixture):
     rows, keys, held = mixture
     device, host = 0.2 + 5e-5 * keys, 0.05 * rows
