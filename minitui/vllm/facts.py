@@ -115,8 +115,8 @@ def describe_hits(scheduler: Scheduler, managers: list[Any]) -> dict[str, Any]:
 
 def describe_graphs(config: Any, most_rows: int) -> dict[str, Any]:
     """Returns EngineInfo.graphs if CUDA graphs compute whole steps with prompts; else, or if that is unknown, {}."""
-    compilation = config.compilation_config
-    sizes = sorted(compilation.cudagraph_capture_sizes or [])
+    compilation: Any = getattr(config, "compilation_config", None)
+    sizes = sorted(getattr(compilation, "cudagraph_capture_sizes", None) or [])
     # A worker in another process may have fewer graphs than its configuration says here.
     if not sizes or config.parallel_config.world_size > 1 or compilation.cudagraph_mode.mixed_mode().name != "FULL":
         return {}
