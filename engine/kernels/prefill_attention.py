@@ -30,7 +30,7 @@ LOG2E = 1.4426950408889634
 BLOCK_M = 64  # rows of a tile: tokens times the query heads that share a key head
 PROGRAMS = 256  # keep a GPU busy
 MAX_SPLIT_TILES, MAX_SPLITS = 64, 32
-MAX_PARTS = 512  # tiles * splits: parts of the outputs of each key head that fit into the scratch memory
+MAX_PARTS = 512  # parts of BLOCK_M rows, for each key head, that fit into the scratch memory: tiles * splits
 
 
 @triton.jit
@@ -280,7 +280,7 @@ def prefill_attention(
         splits = 1  # this many tiles are enough programs; their splits would not fit into the workspace
     elif splits is None:
         splits = num_splits(tiles, kv_heads) if max_seq_len >= 512 else 1
-    splits = max(1, min(splits, MAX_PARTS // tiles))
+    splits = max(1, min(splits, MAX_PARTS * BLOCK_M // (tiles * block_m)))
     tile = 64 if head_dim <= 128 else 32
     # A stage holds a tile of keys and one of values; the queries stay in shared memory, too.
     stages = fitting(3, 2 * tile * head_dim * k_cache.dtype.itemsize, block_m * head_dim * q.dtype.itemsize)
