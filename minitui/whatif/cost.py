@@ -45,6 +45,7 @@ UNLIKE_LONGEST, UNLIKE_ROWS = 0.6, 0.5  # weights of differences, beside that of
 FEW = 4  # with fewer recorded steps of the same size, those of other sizes tell the deviation
 ALIKE = 1.25  # without recorded steps of the same size, up to this factor, a step is extrapolated
 STALL, RARE = 1.5, 0.03  # multiple of the usual time of such steps; the most stalls, as a share of the steps of a kind
+LEAST = 0.01  # share of the median step; a step with a shorter fitted time counts as one that does not deviate
 ONE_ROW, SEVERAL_ROWS, PROMPTS, NO_GRAPH = KINDS = range(4)  # the kinds of steps; NO_GRAPH: or the next step has none
 # If the recorded steps do not tell costs apart: rows cost nothing beside their keys, and a key costs as much for each
 # row that reads it as for being held. And one step says that prompts cost nothing but their tokens, and the longest
@@ -320,7 +321,9 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
     fitted = np.array(_played(costs, seen.overlapped.tolist(), tail))
     kinds = np.where(slow | slowly, NO_GRAPH, kinds)
     paths = [beside_no_graph(path) if late else path for late, path in zip(slowly.tolist(), paths, strict=True)]
-    multiples = took / np.maximum(fitted, 1e-9)
+    # After a long launch, the device may have computed a step already: the fit then gives it no time at all.
+    multiples = np.ones(len(at))
+    np.divide(took, fitted, out=multiples, where=fitted > max(LEAST * float(np.median(took)), 1e-9))
     stalls, recorded = np.zeros(len(at)), []
     _, sizes, rows, texts = np.array(paths).T
     for kind in KINDS:

@@ -216,6 +216,21 @@ def test_a_step_without_a_graph_takes_its_launch_and_the_device_computes_meanwhi
     assert costs.of(prompts(20, 300), 2)[1] < 1
 
 
+def test_a_step_that_was_computed_during_a_long_launch_makes_no_other_step_long(mixture):
+    rows, keys, held = mixture
+    slow = np.arange(600) % 60 == 30
+    steps = recorded(rows, keys, held, 2.0 + 1e-5 * keys, np.where(slow, 8.0, 0.1))
+    steps.column("tokens")[:] = rows + 100 * slow
+    steps._chunks = [[(1, 0, 100, True)] * bool(one) for one in slow]
+    steps.column("took")[slow] = 0.5
+    after = np.roll(slow, 1)  # not launched before the results
+    steps.column("t")[after] = steps.column("ended")[slow] + 1e-6
+    costs = costs_of(steps, "here", GRAPHS | {"tokens": 64})
+    deviations, path = Deviations(costs), path_of(step := prompts(20, 100, 100), 1, 1, costs.graphs)
+    assert path.kind == NO_GRAPH
+    assert all(deviations.took(path, max(costs.of(step, NO_GRAPH))) < 12 for _ in range(20))
+
+
 def test_when_results_come():
     timeline = Timeline(tail=0.5)
     timeline.launch(4, 1, 1)
