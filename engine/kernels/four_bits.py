@@ -248,8 +248,7 @@ def few_form(m: int, w: FourBitMatrix, in_parts: bool) -> Form:
     units = triton.cdiv(m, form.block_m) * n // form.block_n
     while parts < most and 2 * parts * units <= 256 and tiles % (2 * parts) == 0:
         parts *= 2
-    form = form._replace(width=min(width, form.width))
-    return form._replace(parts=parts)
+    return form._replace(width=min(width, form.width), parts=parts)
 
 
 @cache

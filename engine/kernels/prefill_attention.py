@@ -145,6 +145,7 @@ def _prefill_kernel(
         low = tl.maximum(context + tile * BLOCK_Q - window + 1, 0)
     high = end
     if MOST_SPLITS > 1:
+        # With more than 8 splits, each has at least 512 keys: more of them take longer to combine than they save.
         chunk = tl.maximum(tl.cdiv(end - low, splits), tl.minimum(tl.cdiv(end - low, 8), 512))
         chunk = tl.maximum(tl.cdiv(chunk, TILE) * TILE, 128)
         active = tl.cdiv(end - low, chunk)
@@ -249,7 +250,7 @@ class PrefillWorkspace:
 
 
 def num_splits(tiles: int, kv_heads: int) -> int:
-    """Returns the number of programs that share the keys of a tile, at most: a power of two."""
+    """Returns the largest number of programs that share the keys of a tile: a power of two."""
     splits = 1
     while splits < MAX_SPLITS and tiles * kv_heads * splits < PROGRAMS:
         splits *= 2

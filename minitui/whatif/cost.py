@@ -340,11 +340,9 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
         stalls[of] = (multiples[of] - usual_multiples) * fitted[of] * stalled
         used = np.where(stalled, usual_multiples, multiples[of])
         recorded.append(RecordedSteps(sizes[of].tolist(), np.array((fitted, rows, texts))[:, of], used.tolist()))
-    stalled_at = np.flatnonzero(stalls)
     return Costs(
         own_costs, host_costs, overlap, most.tolist(), len(at), float(np.median(np.abs(multiples - 1))),
-        list(zip(stalled_at.tolist(), stalls[stalled_at].tolist(), strict=True)), recorded, no_graph, tail, graphs,
-        alone.tolist(),
+        [(i, ms) for i, ms in enumerate(stalls.tolist()) if ms], recorded, no_graph, tail, graphs, alone.tolist(),
     )
 
 
