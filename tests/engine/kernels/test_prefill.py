@@ -1,7 +1,11 @@
-"""What a launch of the prefill kernel asks for, without a GPU."""
+"""Attention of prefill chunks without a GPU: the kernel in Triton's interpreter, and what a launch asks for."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -42,3 +46,14 @@ def test_the_parts_of_split_keys_fit_into_the_scratch_memory(
     if parts > 1:
         assert heads * tiles * parts * kernel.options["BLOCK_M"] * 16 <= len(workspace.partial)
         assert heads * tiles <= len(workspace.counters)
+
+
+def test_the_kernel_computes_attention_with_any_number_of_splits() -> None:
+    """In a process of its own: Triton decides when it is imported whether kernels are compiled or interpreted."""
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.support.kernels.interpreted_prefill"],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    wrong = {case: error for case, error in json.loads(found.stdout).items() if not error < 1e-6}
+    assert not wrong
