@@ -145,7 +145,7 @@ def _prefill_kernel(
         low = tl.maximum(context + tile * BLOCK_Q - window + 1, 0)
     high = end
     if MOST_SPLITS > 1:
-        # With more than 8 splits, each has at least 512 keys: more of them take longer to combine than they save.
+        # With more than 8 splits, each has at least 512 keys, so what is combined stays small beside what is read.
         chunk = tl.maximum(tl.cdiv(end - low, splits), tl.minimum(tl.cdiv(end - low, 8), 512))
         chunk = tl.maximum(tl.cdiv(chunk, TILE) * TILE, 128)
         active = tl.cdiv(end - low, chunk)
