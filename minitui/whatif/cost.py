@@ -327,7 +327,8 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
     stalls, recorded = np.zeros(len(at)), []
     _, sizes, rows, texts = np.array(paths).T
     for kind in KINDS:
-        of = np.flatnonzero(kinds == kind)
+        mine = kinds == kind
+        of = np.flatnonzero(mine)
         if len(of) < NEAR and kind == NO_GRAPH:
             recorded.append(AS_FITTED)
             continue
@@ -337,7 +338,7 @@ def costs_of(steps: Steps, where: str, graphs: Graphs | None = None) -> Costs:
         usual_multiples = _usual(multiples[of])
         stalled = multiples[of] > STALL * usual_multiples
         stalled &= stalled.mean() <= RARE  # else such steps are slow for a reason that the fit does not have
-        stalls[of] = (multiples[of] - usual_multiples) * fitted[of] * stalled
+        stalls[of] = np.where(mine[of], (multiples[of] - usual_multiples) * fitted[of] * stalled, stalls[of])
         used = np.where(stalled, usual_multiples, multiples[of])
         recorded.append(RecordedSteps(sizes[of].tolist(), np.array((fitted, rows, texts))[:, of], used.tolist()))
     return Costs(

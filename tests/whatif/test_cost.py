@@ -85,6 +85,15 @@ def test_stalls_come_after_as_many_steps_as_recorded_and_again_but_for_that_of_t
     assert sorted(times)[-6] < 1.5 * took.max()
 
 
+def test_a_kind_of_steps_that_is_rare_finds_no_stalls_in_the_others(mixture):
+    """4 % of the steps with several rows are slow: their multiples have that already. In all steps, these are 2 %."""
+    single = zip(mixture, (1, 500, 500), strict=True)
+    rows, keys, held = (np.append(np.full(300, value), each[:300]) for each, value in single)
+    slow = np.isin(np.arange(600), range(310, 600, 25))
+    costs = costs_of(recorded(rows, keys, held, (1.0 + 1e-5 * keys) * np.where(slow, 10.0, 1.0)), "here")
+    assert max(costs.recorded[1].multiples) > 5 and not costs.stalls
+
+
 def test_the_host_s_time_of_a_step_that_none_precedes_is_added_to_such_steps_only(mixture):
     rows, keys, held = mixture
     device, alone = 2.0 + 1e-5 * keys, np.arange(600) % 40 == 0
