@@ -117,8 +117,9 @@ def describe_graphs(config: Any, most_rows: int) -> dict[str, Any]:
     """Returns EngineInfo.graphs if CUDA graphs compute whole steps with prompts; else, or if that is unknown, {}."""
     compilation: Any = getattr(config, "compilation_config", None)
     sizes = sorted(getattr(compilation, "cudagraph_capture_sizes", None) or [])
+    mode = getattr(compilation, "cudagraph_mode", None)
     # A worker in another process may have fewer graphs than its configuration says here.
-    if not sizes or config.parallel_config.world_size > 1 or compilation.cudagraph_mode.mixed_mode().name != "FULL":
+    if not sizes or mode is None or config.parallel_config.world_size > 1 or mode.mixed_mode().name != "FULL":
         return {}
     rows = [size for size in sizes if size <= most_rows]
     return {"rows": rows, "decodes": [], "tokens": sizes[-1], "prompts": most_rows, "launch_ms": 0.0}

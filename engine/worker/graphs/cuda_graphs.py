@@ -57,9 +57,9 @@ from engine.worker.upload import Staging
 
 CHANGES = 1024  # block table changes that fit into the input of a decode step; more changes are sent before the step
 WARM_UP_TOKENS = (1, 24, 100, 256, 700, 1024, 2047)
-# Rows between two numbers for which products are computed before requests need them. An odd number: cuBLAS has other
-# kernels for numbers of rows that 2, 4 or 8 divides.
-APART = 33
+# Rows between two numbers for which products are computed before requests need them, and the largest number. An odd
+# number: cuBLAS has other kernels for numbers of rows that 2, 4 or 8 divides.
+APART, MOST_ROWS = 33, 8192
 # A step that is GPU-bound computes at this share of the rate of one large matrix product.
 MATMUL_SHARE = 0.65
 MATMUL_SIZE, MATMUL_COUNT = 4096, 8  # the product that is measured, and how often it is computed
@@ -107,10 +107,10 @@ class CudaGraphs(Executor):
             self._uncompiled.clear()
             graphs.reverse()  # no memory is reserved: large graphs leave theirs to smaller ones
         self._left = {(part, size): partial(self._capture, part, size) for part, size in graphs} | warm_ups
-        # cuBLAS has about 31 kernels for up to 8,192 rows. The first launch of each waits until the device has no work.
+        # For one number of rows in eight, cuBLAS has a kernel whose first launch waits until the device has no work.
         most, indices = loaded.batch.max_rows, loaded.batch.indices
         draws = sorted({len(padded(indices[:n], most)) for n in range(2, most + 1)})
-        for rows in (*draws, *range(APART, loaded.max_num_batched_tokens + 1, APART)):
+        for rows in (*draws, *range(APART, min(MOST_ROWS, loaded.max_num_batched_tokens) + 1, APART)):
             self._left.setdefault(rows, partial(self._warm_up, rows))
 
     def _make_parts(self, loaded: LoadedModel, bound: int) -> None:
