@@ -81,6 +81,8 @@ class Question:
         if setting.block_size % self.setting.block_size:
             notes.append("The last tokens of a text, which fill no block, are not recorded: with smaller blocks, or "
                          "blocks of no multiple of the size, more can be cached than is said here.")
+        if begun := sum(one.before > 0 for one in self.recorded.requests):
+            notes.append(f"{count(begun, 'request')} had begun before the recording: goals do not count them.")
         if not self.reader.complete:
             notes.append(f"{self.reader.path} is not complete: it was cut off.")
         return notes

@@ -51,7 +51,8 @@ def test_a_bundled_recording_of_vllm():
     # The server was at its limit: its times to first token hang on a few steps more or less.
     for key, off in {"time_ms": 0.1, "first_token_p99_ms": 0.3, "gap_p50_ms": 0.1, "prompt_tokens_cached": 0.1}.items():
         assert again[key]["played"] == pytest.approx(again[key]["recorded"], rel=off), key
-    assert any("Recorded from vLLM" in note for note in data["notes"])
+    said = "\n".join(data["notes"])
+    assert "Recorded from vLLM" in said and "60 requests had begun before the recording" in said
 
 
 def test_a_sweep_writes_its_figures_and_a_picture(tmp_path, monkeypatch):
