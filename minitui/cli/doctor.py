@@ -184,12 +184,13 @@ def report(found: dict[str, Any]) -> list[str]:
     if found["gpus"]:
         what = f"with --max-num-seqs {FEW}, tokens in the KV cache / with --kv-cache-dtype fp8 (estimates)"
         lines.append(f"  others: {what}:")
+    room = max((g["free_gib"] for g in found["gpus"]), default=found["memory_gib"])
     for name, fits in found["fits"].items():
         if found["gpus"]:
             text = ", ".join(f"{kind} {wide:,} / {small:,}" for kind, (wide, small) in fits.items())
         else:
             text = ", ".join(f"{kind} {ms:.0f} ms" for kind, ms in fits.items())
-        lines.append(f"  {name:<14} {text or 'no: it does not fit into memory'}")
+        lines.append(f"  {name:<14} {text or f'no: it takes more than {room:.0f} GiB in all kinds of weights'}")
     lines.append("  Quantised checkpoints: " + _quantised(found))
     if (speed := found["read_gb_per_s"]) is not None:
         lines.append(f"  A token of one reply takes at least this time: memory is read at {speed:.0f} GB/s.")
