@@ -78,9 +78,9 @@ def ranges(numbers: Sequence[int], most: int = 8) -> str:
     return ", ".join(parts)
 
 
-def percent(share: float) -> str:
-    """Returns a probability: "12.5%", "<0.1%"."""
-    return f"{share:.1%}" if share >= 0.001 else "<0.1%"
+def percent(share: float, at_most: bool = False) -> str:
+    """Returns a probability: "12.5%", "<0.1%". `at_most`: it may be smaller, "<12.5%"."""
+    return f"{'<' * at_most}{share:.1%}" if share >= 0.001 else "<0.1%"
 
 
 def ordinal(n: int) -> str:

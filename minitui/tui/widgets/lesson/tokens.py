@@ -102,7 +102,7 @@ def _row(token: Candidate, name: str, label: int, room: int, drawn: bool, width:
         line.add(g.times * max(1, round(token.before * room)), "bad")
     else:
         line.add(g.active * (max(1, round(token.now * room)) if token.now >= VISIBLE else 0), "hit")
-    now = "cut" if token.now is None else ("<" * token.at_most + percent(token.now)).replace("<<", "<")
+    now = "cut" if token.now is None else percent(token.now, token.at_most)
     line.to(label + max(0, room)).right(now, label + max(0, room) + 8, "bad" if token.now is None else "ink")
     if token.before != token.now:
         line.right(f"({percent(token.before)})", width, "dim")
