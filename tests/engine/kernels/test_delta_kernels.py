@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.kernels.interpreted import interpreted
 
 pytest.importorskip("triton")
 
 
 def test_the_kernels_compute_what_the_reference_does() -> None:
-    """Decodes, drafts, prompts, checkpoints, and the captured steps, whose numbers include padding. In a process of its
-    own: Triton decides when it is imported whether kernels are compiled or interpreted."""
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.support.kernels.interpreted_delta"], env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, check=False,
-    )
-    assert found.returncode == 0, found.stderr[-2000:]
-    results = json.loads(found.stdout)
+    """Decodes, drafts, prompts, checkpoints, and the captured steps, whose numbers include padding."""
+    results = interpreted("delta")
     assert {"everything", "extend 16", "verify 8"} <= results.keys()
     for name, result in results.items():
         wrong = result.pop("wrong")

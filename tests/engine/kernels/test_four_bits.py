@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ from engine.model.weights import load_weights
 from engine.parallel.shards import shard_config, shard_slots
 from engine.worker.weights.quantised import matrices
 from tests.engine.model.test_packed import FOUR_BITS
+from tests.support.kernels.interpreted import interpreted
 from tests.support.models import load_decoder, reference, save
 from tests.support.packing import FORMATS, quantise
 
@@ -42,14 +39,8 @@ class OneOfTwo(Group):
 
 
 def test_the_kernels_compute_the_products_of_the_numbers() -> None:
-    """In a process of its own: Triton decides when it is imported whether kernels are compiled or interpreted."""
     pytest.importorskip("triton")
-    run = [sys.executable, "-m", "tests.support.kernels.interpreted_four_bits"]
-    found = subprocess.run(
-        run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0, found.stderr[-2000:]
-    for case, errors in json.loads(found.stdout).items():
+    for case, errors in interpreted("four_bits").items():
         for name, error in errors.items():
             assert error < {"norm": 0.02, "expand": 0.02, "one": 5e-5}.get(name, 3e-6), (case, errors)
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from engine.kernels import prefill_attention as prefill
+from tests.support.kernels.interpreted import interpreted
 
 
 class Kernel:
@@ -49,11 +46,5 @@ def test_the_parts_of_split_keys_fit_into_the_scratch_memory(
 
 
 def test_the_kernel_computes_attention_with_any_number_of_splits() -> None:
-    """In a process of its own: Triton decides when it is imported whether kernels are compiled or interpreted."""
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.support.kernels.interpreted_prefill"],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
-    )
-    assert found.returncode == 0, found.stderr[-2000:]
-    wrong = {case: error for case, error in json.loads(found.stdout).items() if not error < 1e-6}
+    wrong = {case: error for case, error in interpreted("prefill").items() if not error < 1e-6}
     assert not wrong
