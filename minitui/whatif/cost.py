@@ -61,8 +61,8 @@ class Costs:
 
     `most`: the most of each feature in a recorded step. `steps`: of the fit. `error`: the median relative deviation of
     a step. `stalls`: (steps before it, ms beyond the usual time) of each recorded stall. `no_graph`: ms to launch a
-    step without a graph beyond the launch of another step. `tail`: see Timeline. `alone`: of an engine that does not
-    report what its host does, ms of each recorded step that was launched when none was in flight, beside the device.
+    step without a graph beyond the launch of another step. `tail`: see Timeline. `alone`: for each recorded step that
+    was launched when none was in flight, the ms beyond the device's; empty if the engine reports what its host does.
     """
 
     own: list[float]
