@@ -195,7 +195,7 @@ class ClassApp(LessonApp, DemoApp):
     def _runs(self) -> bool:
         """An experiment of a lesson runs."""
         screen = self.screen if self.screen_stack else None
-        return isinstance(screen, LessonScreen) and screen.reading.running
+        return isinstance(screen, LessonScreen) and screen.runs
 
     @property
     def _answer_waits(self) -> bool:

@@ -177,9 +177,19 @@ class LessonScreen(BaseScreen[None]):
     # ---- a class
 
     @property
+    def _made(self) -> bool:
+        """False while the screen is being made."""
+        return bool(self.query("#text"))
+
+    @property
+    def runs(self) -> bool:
+        """An experiment runs."""
+        return self._made and self.reading.running
+
+    @property
     def poll(self) -> Poll | None:
         """The prediction that this page waits for."""
-        if not self.query("#text"):  # the screen is being made
+        if not self._made:
             return None
         reading, page = self.reading, self.reading.page
         over = reading.at in reading.seen or reading.at in reading.failed
@@ -190,7 +200,7 @@ class LessonScreen(BaseScreen[None]):
     @property
     def answered(self) -> tuple[Poll, int] | None:
         """The prediction of this page and its right choice, once the experiment has shown it; else None."""
-        if not self.query("#text"):
+        if not self._made:
             return None
         page, seen = self.reading.page, self.reading.seen.get(self.reading.at)
         if page is None or page.predict is None or seen is None or seen.answer is None:

@@ -16,6 +16,8 @@ from minitui.sources.local import LocalSource
 from minitui.sources.recording import RecordingSource
 from minitui.teaching.class_file import ClassFile
 from minitui.teaching.class_told import told_scenes
+from minitui.teaching.lesson_progress import LessonProgress
+from minitui.teaching.lessons import lesson
 from minitui.teaching.run_sheet import ENGINE, read_run_sheet
 from minitui.trace.reader import TraceReader
 from minitui.tui.apps.class_app import ClassApp
@@ -23,6 +25,11 @@ from minitui.tui.screens.lesson import LessonScreen
 from minitui.tui.widgets.bars import StatusBar
 from tests.support.app.driving import until
 from tests.tui.keys.test_keys import live
+
+
+def test_a_lesson_s_screen_that_is_being_made_has_no_experiment_and_no_question(tmp_path: Path) -> None:
+    screen = LessonScreen(lesson(1), LessonProgress(tmp_path / "lessons"), lambda: None, lambda *_: None)
+    assert not screen.runs and screen.poll is None and screen.answered is None
 
 
 async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> None:
