@@ -203,7 +203,7 @@ class Hit:
         return None if self.source is None or self.source.ttft is None else self.source.ttft[1]
 
     @property
-    def times_sooner(self) -> float | None:
+    def times_faster(self) -> float | None:
         """The quotient of both times; None: unknown, or no gain."""
         if not self.source_ms or not self.prefill_ms:
             return None

@@ -1,4 +1,4 @@
-"""The card of the last cache hit: two bars on one scale, and how much sooner the first token was, in large digits."""
+"""The card of the last cache hit: two bars on one scale, and how much faster its prefill was, in large digits."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def rows(view: View, hit: Hit, width: int) -> list[tuple[Run, ...]]:
     """Returns the three rows of the card, each with `width` cells."""
     lane, request = hit.lane, hit.lane.request
     cached, computed = request.cached_tokens, request.prompt_tokens - request.cached_tokens
-    gain, share = hit.times_sooner, 100 * cached / max(1, request.prompt_tokens)
+    gain, share = hit.times_faster, 100 * cached / max(1, request.prompt_tokens)
     if gain is not None:
-        number, words = f"{gain:.1f}×" if gain < 99.5 else f"{gain:.0f}×", ("first", "token", "sooner")
+        number, words = f"{gain:.1f}×" if gain < 99.5 else f"{gain:.0f}×", ("faster", "prefill", "")
     else:
         number, words = f"{share:.0f}" if share >= 1 else "<1", ("% of the", "prompt", "cached")
     bars = [bar for bar in (hit.source, lane) if bar is not None]
