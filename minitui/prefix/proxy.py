@@ -77,7 +77,7 @@ class Proxy:
         request = await _next_head(parser, client[0], data)
         if not isinstance(request, h11.Request):
             return None
-        noted = _Noted(request, self._requests, time.monotonic())
+        noted = _Noted(request, self._requests + 1, time.monotonic())
         if refusal := _refusal(request):
             client[1].write(refusal)
             return None

@@ -193,7 +193,7 @@ async def test_big_bodies_pass_and_the_largest_are_not_noted(tmp_path, monkeypat
         head = CHAT.partition(b"\r\nContent-Length")[0] + b"\r\nTransfer-Encoding: chunked\r\n"
         await client.raw(head + b"Connection: close\r\n\r\n2;a\r\n{}\r\n0\r\n\r\n")
     assert [got[2] for got in upstream.got] == [*bodies, b"2;a\r\n{}\r\n0\r\n\r\n"]
-    assert [(turn.number, turn.prompt) for turn in read_log(tmp_path / "log")] == [(0, 9), (2, 9)]
+    assert [(turn.number, turn.prompt) for turn in read_log(tmp_path / "log")] == [(1, 9), (3, 9)], "counted from 1"
 
 
 async def test_connections_to_the_server_are_used_again(tmp_path):
