@@ -67,6 +67,7 @@ class Played:
     drafted: int = 0
     accepted: int = 0
     finished: bool = False
+    running: bool = False  # since before the recording: the run computes no token of its prompt
     tokens: list[float] = field(default_factory=list)
 
     @property
@@ -290,17 +291,20 @@ class Player:
         earlier = [one for one in self.recorded.requests if one.before]
         for asked in sorted(earlier, key=lambda one: one.id):
             self._submit(asked, min(asked.total, max(asked.prompt, asked.before)))
+        scheduler, waiting = self.engine.scheduler, -1
         for _ in range(EARLIER_STEPS):
-            if all(r.decoding for r in self.engine.scheduler.requests.values()):
-                break
+            if all(r.decoding for r in scheduler.running) and len(scheduler.waiting) in (0, waiting):
+                break  # a pool that is too small for all lets some wait
+            waiting = len(scheduler.waiting)
             self._emitted(self.engine.step())
         if last := self.engine.drain():
             self._emitted(last)
         for one in self.played.values():
             one.tokens.clear()  # they came before the recording
-        for request in self.engine.scheduler.requests.values():
-            if request.decoding:
-                request.ttft_ms = 0.0, 0.0  # so did its first token: no record tells it
+            one.running = True
+        for request in scheduler.requests.values():
+            request.ttft_ms = 0.0, 0.0  # so did its first token: no record tells it
+            self.played[request.id].running = request.decoding
         if self.known is not None:
             self.known.forget_times()
         return {one.id for one in earlier}
@@ -384,12 +388,13 @@ class Player:
         gap_p50, gap_p99 = percentiles(gaps) if len(gaps) else (None, None)
         time = (self.ended - self.began - self._idle) * 1e3
         replies, prompts = sum(len(one.tokens) for one in every), sum(one.asked.prompt for one in every)
-        cached = sum(one.cached for one in new)
+        joined = [one for one in every if not one.running]
+        cached = sum(one.cached for one in joined)
         return RunFigures(
             requests=len(every), finished=sum(one.finished for one in every), time=time, steps=self.steps,
             replies=replies, tok_s=replies / time * 1e3 if time else None,
             tokens_a_step=replies / self.steps if self.steps else None, prompt_tokens=prompts, cached=cached,
-            computed=sum(one.asked.prompt for one in new) - cached, twice=self.twice, firsts=len(firsts),
+            computed=sum(one.asked.prompt for one in joined) - cached, twice=self.twice, firsts=len(firsts),
             first_p50=first_p50, first_p99=first_p99, gaps=len(gaps), gap_p50=gap_p50, gap_p99=gap_p99,
             gap_longest=float(gaps.max()) if len(gaps) else None, longest=None, delayed=None,
             preemptions=sum(one.preemptions for one in every), evicted=self.evicted,

@@ -18,6 +18,7 @@ from engine.info import EngineInfo
 from engine.params import SamplingParams
 from minitui.exercises import work
 from minitui.server.telemetry.broadcast import MASKED
+from minitui.trace.bundled import find_trace
 from minitui.trace.recorder import Recorder
 from minitui.viewmodel.compare.runs import Run, recorded_view
 from minitui.whatif.answer import Question
@@ -173,6 +174,16 @@ def test_figures_are_those_of_the_records(speculation, tmp_path):
     for name in ("gaps", "first_p50", "first_p99", "gap_p50", "gap_p99"):
         assert told[name] == pytest.approx(seen[name], rel=0.01), name  # records have whole microseconds
     assert told["twice"] > 100 < told["evicted"] and told["preemptions"]
+
+
+@pytest.mark.parametrize("blocks", ["1000", "500"])
+def test_prompt_tokens_of_requests_from_before_a_recording_count_if_a_smaller_pool_lets_them_wait(blocks):
+    question = Question(find_trace("vllm-8b"))
+    player = question.play(question.changed({"blocks": blocks}), traced=True)
+    told, seen = asdict(player.figures), asdict(Run(player.view("played")).figures)
+    for name in ("computed", "cached", "twice", "firsts", "preemptions"):
+        assert told[name] == seen[name], name
+    assert question.play(question.setting).figures.computed < told["computed"]
 
 
 def test_hidden_texts_are_known_by_their_blocks(tmp_path):
