@@ -213,6 +213,9 @@ def test_the_setting_that_differs_names_the_figure_that_it_is_meant_to_change() 
     assert key_of([off, on]) == "computed"
     assert key_of([off, off]) == ""
     assert key_of([off, replace(on, num_blocks=24)]) == "", "two settings differ"
+    target = replace(on, max_gap_ms=10.0)
+    assert settings_that_differ([on, target]) == "target for gaps none and 10 ms"
+    assert key_of([on, target]) == "gap_p99"
     drafts = EngineInfo(speculation={"method": "prompt-lookup", "tokens": 8}, overlap=False)
     assert key_of([EngineInfo(speculation={}, overlap=True), drafts]) == "steps"
     assert "speculation off and prompt-lookup" in settings_that_differ([EngineInfo(speculation={}), drafts])

@@ -18,7 +18,7 @@ from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.viewmodel.compare.comparison import Comparison, Difference
 from minitui.viewmodel.view import View
 
-TITLE, CHANGE, WORD = 22, 9, 7  # cells of the name of a figure, of a change, and of "better" or "worse"
+TITLE, CHANGE, WORD = 21, 8, 7  # cells of the name of a figure, of a change, and of "better" or "worse"
 LEAST, MOST = 12, 20  # cells of a value
 STYLES = {True: "good", False: "bad", None: "ink"}
 WORDS = {True: "better", False: "worse", None: ""}

@@ -197,13 +197,13 @@ SETTINGS = {  # a fact about an engine -> its name in words
     "max_num_seqs": "rows", "max_num_batched_tokens": "token budget of a step", "prefix_caching": "prefix caching",
     "chunked_prefill": "chunked prefill", "scheduling_policy": "scheduling policy",
     "eviction_policy": "order of eviction", "speculation": "speculation",
-    "attention": "attention", "overlap": "overlap", "tensor_parallel_size": "ranks",
+    "max_gap_ms": "target for gaps", "attention": "attention", "overlap": "overlap", "tensor_parallel_size": "ranks",
 }
 CHANGED = {  # a setting -> the quantity that it is meant to change (runs.py)
     "prefix_caching": "computed", "chunked_prefill": "gap_longest", "scheduling_policy": "steps",
-    "speculation": "steps", "num_blocks": "preemptions",
+    "speculation": "steps", "num_blocks": "preemptions", "max_gap_ms": "gap_p99",
 }
-TITLE, VALUE, CHANGE = 24, 22, 9  # cells of a column
+TITLE, VALUE, CHANGE = 23, 20, 9  # cells of a column: with a word behind, 80
 
 
 def settings_that_differ(infos: Sequence[EngineInfo]) -> str:
@@ -222,8 +222,12 @@ def key_of(infos: Sequence[EngineInfo]) -> str:
     return keys[0] if len(keys) == 1 else ""
 
 
+def _known(info: EngineInfo) -> dict[str, Any]:
+    return info.to_json() | {"max_gap_ms": info.max_gap_ms}  # 0: none
+
+
 def _different(infos: Sequence[EngineInfo]) -> list[str]:
-    first, second = (info.to_json() for info in infos)
+    first, second = map(_known, infos)
     return [name for name in SETTINGS if name in first and name in second and first[name] != second[name]]
 
 
@@ -232,6 +236,8 @@ def _setting(value: Any) -> str:
         return str(value.get("method", "off"))
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, float):  # the target for gaps
+        return f"{value:g} ms" if value else "none"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
@@ -269,7 +275,7 @@ def as_data(comparison: Comparison, title: str, infos: Sequence[EngineInfo], not
 
 
 def _run(run: Run, info: EngineInfo) -> dict[str, Any]:
-    known = info.to_json()
+    known = _known(info)
     data = {
         "name": run.name,
         "settings": {name: known[name] for name in SETTINGS if name in known},

@@ -119,7 +119,7 @@ class RunFigures:
         "longest_gap_ms", "longest token gap", "longest gap between tokens", each=True, told=True)
     longest: Longest | None = _figure("longest_gap")  # noqa: RUF009
     delayed: float | None = _figure(  # time for which the host waited while another program had the core
-        "host_waited_for_core_ms", "host waited for a core", "time for which the host waited for a core", optional=True)
+        "host_waited_for_core_ms", "waited for a core", "time for which the host waited for a core", optional=True)
     preemptions: int = _figure(
         "preemptions", "preemptions", "number of preemptions", told=True, optional=True)
     evicted: int | None = _figure(

@@ -134,7 +134,8 @@ async def test_a_demo_of_two_settings_ends_with_both_runs_side_by_side() -> None
         steps = [re.search(r"(\d+) steps", head)[1] for head in heads]
         assert all(f"{n} steps" in app.story for n in steps), "the text and the picture have the same figures"
         await press(pilot, "tab")
-        await until(pilot, lambda: " static batching " in screen.figures.text)  # the name of a run is not cut
+        # The names of the runs are not cut.
+        await until(pilot, lambda: " static batching continuous batching " in screen.figures.text)
         await press(pilot, "2", "S", "0")
         assert app.current_mode == "compare"
         await press(pilot, "S")
