@@ -52,6 +52,7 @@ class MinituiApp(AppBase):
     .-ascii Transcript:focus { border-left: ascii $accent; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
+        *AppBase.BINDINGS,  # beside the actions: else Textual replaces a key of the base class
         *(Binding(a.key, f"do('{a.id}')", a.title, id=a.id, tooltip=a.help, show=False) for a in ACTIONS if a.key),
         Binding("escape", "escape", "Back", id="escape", tooltip="Cancel the answer of this chat", show=False),
         Binding("J", "join", "Join", id="join", show=False, tooltip="The address for the phones, with a QR code"),

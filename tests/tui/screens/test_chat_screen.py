@@ -379,7 +379,8 @@ async def test_a_click_takes_what_was_clicked_also_if_typing_has_changed_the_lis
         assert taken == ["oak"]
 
 
-async def test_letters_answer_a_demos_prediction_and_are_keys_again_afterwards():
+@pytest.mark.parametrize("choice", [0, 1])
+async def test_letters_answer_a_demos_prediction_and_are_keys_again_afterwards(choice):
     async with running() as (app, pilot, _screen):
         await press(pilot, "escape")
         said: list[str] = []
@@ -393,9 +394,10 @@ async def test_letters_answer_a_demos_prediction_and_are_keys_again_afterwards()
         await press(pilot, "u")
         await _said(app, pilot, "the demo controls the engine")
         assert not app.gated and stage.open_choices == 2, "nothing has been shown"
-        await press(pilot, "b", "space")
-        await asked
-        assert stage.verdict(1) == "You said b: correct. " and stage.verdict(0) == "You said b: the answer is a. "
+        await press(pilot, "ab"[choice], "space")
+        await until(pilot, asked.done)
+        right, wrong = f"You said {'ab'[choice]}: correct. ", f"You said {'ab'[choice]}: the answer is {'ba'[choice]}. "
+        assert (stage.verdict(choice), stage.verdict(1 - choice)) == (right, wrong)
         await press(pilot, "e")
         assert isinstance(app.screen, TextDialog), "e renames, as ever"
 
