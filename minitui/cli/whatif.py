@@ -134,9 +134,11 @@ def table(name: str, values: list[str], found: list[Point]) -> list[str]:
             bar = "█" * round(BAR * amount / most) if most else ""
             cells.append(f"{bar:<{BAR}} {one.text(one.of(point.figures)):<11}")
         lines.append("".join(cells).rstrip())
-    if any(point.extrapolated for point in found):
-        lines.append("* extrapolated: some steps have work like no recorded step")
-    return lines
+    return lines + _legend(found)
+
+
+def _legend(points: list[Point]) -> list[str]:
+    return ["* extrapolated: some steps have work like no recorded step"] * any(one.extrapolated for one in points)
 
 
 def advise(
@@ -190,5 +192,4 @@ def advise(
         mark = "*" if point.extrapolated else ""
         kept = f"{point.good:,} of {count(point.figures.firsts, 'request')}"
         print(f"{words_of(point.changes) + mark:<36}{point.goodput:>8.2f} a second   {kept} within the goals")
-    print()
-    print("\n".join(cannot))
+    print("\n".join([*_legend(advice.points), "", *cannot]))

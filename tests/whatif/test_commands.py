@@ -87,6 +87,7 @@ def test_advice_names_the_setting_with_the_best_goodput(tmp_path):
     assert data["best"]["goodput_per_second"] >= data["recorded"]["goodput_per_second"]
     text = output("advise", path, "--goal", "first=1")
     assert text.startswith("Goal: first token within 1.00 ms. Best: ") and "The recording cannot tell" in text
+    assert "* " in text and "\n* extrapolated: some steps" in text, "what the mark of a setting says"
 
 
 @pytest.mark.parametrize(("arguments", "why"), [
