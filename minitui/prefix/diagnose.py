@@ -35,8 +35,9 @@ CAUSES = {  # cause -> (whose fault it is, what to change)
     "unknown": ("unknown", "the server does not tell why: watch it with minitui, or read its log"),
 }
 DATE = re.compile(
-    r"\d{4}-\d\d-\d\d|\d{1,2}:\d\d(?::\d\d)?|\b(?:mon|tues|wednes|thurs|fri|satur|sun)day\b|\b(?:jan|feb|mar|apr|may|jun|"
-    r"jul|aug|sep|oct|nov|dec)[a-z]*\.? \d|\d{1,2}[./]\d{1,2}[./]\d{2,4}|\b1[5-9]\d{8}(?:\d{3})?\b", re.I
+    r"\d{4}-\d\d-\d\d|\d{1,2}:\d\d(?::\d\d(?:\.\d+)?)?|\b(?:mon|tues|wednes|thurs|fri|satur|sun)day\b|"
+    r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.? \d|\d{1,2}[./]\d{1,2}[./]\d{2,4}|"
+    r"\b1[5-9]\d{8}(?:\d{3})?\b", re.I
 )
 VALUE = re.compile(r"[0-9a-f]{4,}|\d+|[A-Za-z0-9_+/=-]{12,}", re.I)
 AROUND = 24  # characters around a difference in which a date is looked for

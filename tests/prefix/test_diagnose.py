@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from minitui.prefix.diagnose import CAUSES, Finding, diagnose
+from minitui.prefix.diagnose import CAUSES, Finding, diagnose, difference
 from minitui.prefix.report import WELL
-from minitui.prefix.session import Turn, parts_of
+from minitui.prefix.session import Part, Turn, parts_of
 
 WORDS = ("cache", "block", "token", "prefix", "step", "tree", "pool", "reads", "the", "file", "and", "writes", "test")
 Body = dict[str, Any]
@@ -211,3 +211,10 @@ def test_the_difference_and_what_it_costs():
 def test_every_cause_says_whose_fault_it_is():
     assert set(PLANTED) <= set(CAUSES)
     assert all(fault and repair for cause, (fault, repair) in CAUSES.items() if cause not in WELL)
+
+
+@pytest.mark.parametrize("fractions", [("515293", "591962"), ("515293", "515311")])
+def test_a_time_that_differs_in_its_microseconds_is_a_time(fractions):
+    question = Part("user", "What is a KV cache?")
+    first, second = ([Part("system", f"It is 2026-11-30T06:58:35.{each}. Answer well."), question] for each in fractions)
+    assert difference(second, first)[0] == "date or time"
