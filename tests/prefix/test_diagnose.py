@@ -216,5 +216,6 @@ def test_every_cause_says_whose_fault_it_is():
 @pytest.mark.parametrize("fractions", [("515293", "591962"), ("515293", "515311")])
 def test_a_time_that_differs_in_its_microseconds_is_a_time(fractions):
     question = Part("user", "What is a KV cache?")
-    first, second = ([Part("system", f"It is 2026-11-30T06:58:35.{each}. Answer well."), question] for each in fractions)
+    texts = (f"It is 2026-11-30T06:58:35.{each}. Answer well." for each in fractions)
+    first, second = ([Part("system", text), question] for text in texts)
     assert difference(second, first)[0] == "date or time"
