@@ -48,7 +48,7 @@ async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat
     app.set_focus(None)
     try:
         await demo.play(stage)
-        app.story += "\nPress 1 for the chats, 2 to inspect, X to play the demo again (space pauses it)."
+        app.story += "\nPress 1 for the chats, 2 to inspect, X to play again (space pauses)."
     except EngineError as error:
         app.story = f"The demo stopped: {error}"
     finally:

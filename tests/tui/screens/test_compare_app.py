@@ -128,6 +128,7 @@ async def test_a_demo_of_two_settings_ends_with_both_runs_side_by_side() -> None
         screen = app.screen
         assert isinstance(screen, CompareScreen), app.story
         assert app.progress is None, "the second engine is not loading any more"
+        assert "X to play again (space pauses)." in screen.query_one(TopBar).text, "in one row: lanes need the rest"
         lines = screen.runs.text.splitlines()
         heads = [line for line in lines if re.search(r"\d steps · ", line) and "clock" not in line]
         assert [head.split(" · ")[0] for head in heads] == ["│ static batching", "│ continuous batching"]
