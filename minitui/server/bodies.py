@@ -8,7 +8,7 @@ import inspect
 import json
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -114,12 +114,8 @@ def _parse(model: type[BaseModel], body: bytes) -> BaseModel:
     try:
         return model.model_validate(value, from_attributes=True)  # as FastAPI does
     except ValidationError as error:
-        _invalid(error, value)
-
-
-def _invalid(error: ValidationError, value: Any) -> NoReturn:
-    found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
-    raise RequestValidationError(found, body=value) from None
+        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+        raise RequestValidationError(found, body=value) from None
 
 
 class Inflater:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from engine.errors import EngineError
@@ -107,17 +108,8 @@ async def storm(stage: Stage) -> list[Session]:
     return [*writers, pasted, *asking]
 
 
-async def eight_replies(stage: Stage) -> list[Session]:
-    """Eight chats want replies of different lengths."""
-    return await _replies(stage, LENGTHS)
-
-
-async def eight_equal_replies(stage: Stage) -> list[Session]:
-    """Eight chats want replies of the same length."""
-    return await _replies(stage, [EQUAL] * len(LENGTHS))
-
-
-async def _replies(stage: Stage, lengths: Sequence[int]) -> list[Session]:
+async def eight_replies(stage: Stage, lengths: Sequence[int] = LENGTHS) -> list[Session]:
+    """Eight chats want replies of these lengths, in tokens."""
     sessions = [stage.chat("", f"limit {n}", max_tokens=n, whole=True) for n in lengths]
     stage.show(sessions[0])
     await stage.gate()
@@ -207,7 +199,8 @@ CONTRASTS = {
 }
 
 ROWS = Contrast(  # of a lesson
-    f"eight replies of {EQUAL} tokens at once, with two rows and with eight", eight_equal_replies,
+    f"eight replies of {EQUAL} tokens at once, with two rows and with eight",
+    partial(eight_replies, lengths=[EQUAL] * len(LENGTHS)),
     Setting("2 rows", {"max_num_seqs": 2}), Setting("8 rows", {"max_num_seqs": 8}),
     EQUAL, {"kv_blocks": 64, "no_prefix_caching": True},
 )

@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 
-from minitui.server.openai.reply_parser import ForcedCallParser
+from minitui.server.openai.reply_parser import ForcedCallParser, Parts
 from tests.support.server.events import chunks_of
 from tests.support.server.serving import Running
 
@@ -86,7 +86,7 @@ def test_a_named_tool_cut_at_the_limit_is_a_call_with_the_arguments_so_far(serve
 def test_what_is_there_of_a_forced_call(written: str, name: str, arguments: str) -> None:
     def call(tools: list[Any]) -> Any:
         parser = ForcedCallParser(tools)
-        assert not parser.push(written)
+        assert parser.push(written) == Parts()
         return parser.flush()
 
     [found] = call([tool("g", {})]).calls

@@ -201,17 +201,12 @@ class Choice:
         """Parse the next part of the reply. `finish_reason` is empty until the reply ends."""
         self._new = self._parser.push(text)
         if finish_reason:
-            rest = self._parser.flush()
-            self._new.content += rest.content
-            self._new.reasoning += rest.reasoning
-            self._new.calls += rest.calls
+            self._new += self._parser.flush()
         if not self._with_reasoning:
             self._new.reasoning = ""
         if self._single:
             self._new.calls = [] if self.parts.calls else self._new.calls[:1]
-        self.parts.content += self._new.content
-        self.parts.reasoning += self._new.reasoning
-        self.parts.calls += self._new.calls
+        self.parts += self._new
         if finish_reason:
             called = bool(self.parts.calls) and finish_reason == "stop"
             self.finish_reason = ("function_call" if self._legacy else "tool_calls") if called else finish_reason

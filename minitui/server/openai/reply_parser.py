@@ -42,8 +42,11 @@ class Parts:
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
+    def __iadd__(self, later: Parts) -> Parts:
+        self.content += later.content
+        self.reasoning += later.reasoning
+        self.calls += later.calls
+        return self
 
 
 class ReplyParser:
