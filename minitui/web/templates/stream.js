@@ -21,5 +21,6 @@ const drawBar = (bar) => {
   if (bar.budget > bar.tokens) part(bar.budget - bar.tokens, "", "rest");
   line.replaceChildren(...parts);
   for (const each of document.querySelectorAll(".of-step")) each.hidden = !parts.length;
+  for (const each of parts) if (each.scrollWidth > each.clientWidth) each.textContent = "";  // else cut within a letter
   put("step", "step" in bar ? "step " + bar.step + ": " + bar.tokens + " of " + bar.budget + " tokens" : "");
 };
