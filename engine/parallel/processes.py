@@ -89,10 +89,6 @@ class Workers:
             target=self._listen, args=(rank, connection, process), name=f"rank {rank}", daemon=True
         ).start()
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
-
     def meet(self) -> Any:
         """Wait until all ranks have loaded their weights; return the group's store. Raises EngineError if one fails."""
         self._await("loaded")

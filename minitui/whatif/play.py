@@ -380,8 +380,7 @@ class Player:
     def figures(self) -> RunFigures:
         """The totals of the run, as Run.figures has them. Requests from before the recording have no first token."""
         every = list(self.played.values())
-        new = [one for one in every if not one.asked.before]
-        firsts = np.array([one.first_ms for one in new if one.tokens])
+        firsts = np.array([one.first_ms for one in every if one.tokens and not one.asked.before])
         first_p50, first_p99 = percentiles(firsts) if len(firsts) else (None, None)
         gaps = np.concatenate([np.empty(0), *(np.diff(one.tokens) * 1e3 for one in every)])
         gaps = gaps[gaps > 0]  # accepted drafts come with the token of their step

@@ -400,7 +400,7 @@ def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
         workers.meet()
     wait_until(lambda: lost, "a thread reports it")
     workers.close()
-    assert len(lost) == 1 and ended(workers.pids)
+    assert len(lost) == 1 and ended(process.pid for process in workers._processes)
 
 
 async def test_two_processes_answer_as_one_and_none_outlives_the_other(tmp_path: Path) -> None:
