@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sys
+import textwrap
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -104,7 +105,9 @@ def doctor(
     if gpu is not None and gpu not in CARDS:
         raise EngineError(f"--gpu is {gpu!r}: it must be one of {', '.join(CARDS)}")
     found = examine(gpu)
-    print(json_text(found, indent=2) if json else "\n".join(report(found)))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    lines = (textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False) for line in report(found))
+    print(json_text(found, indent=2) if json else "\n".join(lines))
 
 
 async def start_phases(model: str | None) -> list[str]:

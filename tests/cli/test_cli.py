@@ -534,3 +534,12 @@ def test_a_served_model_has_one_name_or_several(monkeypatch, arguments, names):
     result = CliRunner().invoke(app, ["serve", *arguments])
     assert result.exit_code == 0, result.output
     assert served[0].served_names == names
+
+
+def test_doctor_breaks_its_lines_between_words_in_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    long = "  llvmlite      0.50.0  (compiled kernels for few tokens on a CPU; used if installed)"
+    monkeypatch.setattr("minitui.cli.doctor.report", lambda found: [long])
+    app(["doctor"], standalone_mode=False)
+    assert capsys.readouterr().out == long.replace(" a CPU", "\n    a CPU") + "\n"
