@@ -25,11 +25,10 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.card import after_previous, card, fitting, overlap, read_tile, tiles_of
+from engine.kernels.card import after_previous, card, overlap, read_tile, tiles_of
 from engine.kernels.four_bits_one import INTERPRETED, FourBitMatrix, one
 from engine.kernels.norms import silu_mul
 
-TILE = 128  # rows of a tile
 MANY, FEW = 128, 256  # tokens
 WIDE = 16384  # rows of a matrix from which on its tiles occupy all processors several times
 SHARED = 2048  # columns of a matrix from which on two programs may share a tile
@@ -56,56 +55,8 @@ def _numbers(words, less, Q: tl.constexpr):
 
 
 @triton.jit
-def _times(a, factors):
-    """Returns a · factors. Triton's own product is not packed: packing its results between the products of a tensor
-    core makes ptxas let these wait for each other."""
-    if INTERPRETED:
-        return a * factors
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 none; mov.b32 none, 0x80008000; fma.rn.bf16x2 $0, $1, $2, none; }",
-        "=r,r,r", [a, factors], dtype=tl.bfloat16, is_pure=True, pack=2,
-    )
-
-
-@triton.jit
-def _waited(acc):
-    """Returns acc, which is used here: if a product ended in the next iteration, ptxas would serialise all of them."""
-    if INTERPRETED:
-        return acc
-    return tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _row_of(t, row, column, COLUMNS: tl.constexpr):
-    return read_tile(t, row, column, None, 128, 1, COLUMNS).reshape([COLUMNS])
-
-
-@triton.jit
-def add_quarter(
-    acc, total, words, b, groups, offsets, g, column, Q: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
-    OFFSETS: tl.constexpr, SCALED: tl.constexpr,
-):
-    """Returns acc and total after the products of one of the four numbers of each word [n, C] with b [m, C]. g, column:
-    the place of the factors of these n rows. The products are summed in acc if SCALED; if not, in total, which is
-    multiplied by the factors and added to acc at the end of a group."""
-    less = tl.full([words.shape[0]], -136.0, b.dtype)
-    if OFFSETS:
-        less = (_row_of(offsets, g, column, words.shape[0]) - 136.0).to(b.dtype)  # whole numbers: exact
-    a = _numbers(words, less[:, None], Q)
-    if SCALED:
-        factors = _row_of(groups, g, column, words.shape[0]).to(b.dtype)
-        acc = tl.dot(_times(a, factors[:, None]), b.T, acc)
-    else:
-        total = tl.dot(a, b.T, total)
-        if (Q + 1) * P % GROUP == 0:
-            acc += total * _row_of(groups, g, column, words.shape[0]).to(tl.float32)[:, None]
-            total = tl.zeros(acc.shape, tl.float32)
-    return acc, total
-
-
-@triton.jit
-def _factors(groups, offsets, g, column, COUNT: tl.constexpr, ROWS: tl.constexpr):
-    """Returns the factors and the offsets of COUNT groups from g on, for ROWS rows from `column` on. The kernel calls
+def factors_of(groups, offsets, g, column, COUNT: tl.constexpr, ROWS: tl.constexpr):
+    """Returns the factors and the offsets of COUNT groups from g on, for ROWS rows from `column` on. Kernels call
     this one tile early: Triton loads only operands of tensor cores ahead."""
     found = ()
     for i in tl.static_range(COUNT):
@@ -116,11 +67,12 @@ def _factors(groups, offsets, g, column, COUNT: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def _add_divided(
+def add_quarter(
     acc, by, words, b, factors, Q: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr
 ):
-    """Like add_quarter, but acc is the sum divided by the factors of a group, so it needs no second sum. Returns acc
-    and these factors.
+    """Returns acc and `by` after the products of one of the four numbers of each word [n, C] with b [m, C]. acc is the
+    sum divided by `by`, the factors [n] of the latest group, so the factors need neither a second sum nor a product
+    with each number.
 
     The other factors of a row are float16 from 6e-8 to 1, so a factor of 0 may become 1e-18: what its group adds is
     lost in the rounding of the sum, and sums up to 1e20 remain finite. Each new divisor rounds the sum by 3e-7 of it at
@@ -140,8 +92,8 @@ def _add_divided(
 @triton.jit(do_not_specialize=["M", "WHOLE"])  # one compiled program for any number of tokens
 def _few_kernel(
     x, w, groups, offsets, scale, y, halves, counters, M, N, WHOLE, K: tl.constexpr, GROUP: tl.constexpr,
-    P: tl.constexpr, OFFSETS: tl.constexpr, SCALED: tl.constexpr, DIVIDED: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    P: tl.constexpr, OFFSETS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     TILES: tl.constexpr = K // (4 * P)
     STEPS: tl.constexpr = TILES * P // WIDTH
@@ -165,33 +117,21 @@ def _few_kernel(
     column = n0 % 128
     row = n0 // 128 * TILES * 128 + column
     at_group = n0 // 128 * TILES * SHARE
-    if DIVIDED:
-        factors = _factors(groups, offsets, at_group + first // (P // WIDTH) * SHARE, column, SHARE, BLOCK_N)
-        by = tl.full([BLOCK_N], 1.0, tl.float32)
+    factors = factors_of(groups, offsets, at_group + first // (P // WIDTH) * SHARE, column, SHARE, BLOCK_N)
+    by = tl.full([BLOCK_N], 1.0, tl.float32)
     after_previous(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for i in tl.range(first, end, num_stages=STAGES):
         t = i // (P // WIDTH)
-        if DIVIDED:
-            following = tl.minimum(i + 1, end - 1) // (P // WIDTH)
-            later = _factors(groups, offsets, at_group + following * SHARE, column, SHARE, BLOCK_N)
+        following = tl.minimum(i + 1, end - 1) // (P // WIDTH)
+        later = factors_of(groups, offsets, at_group + following * SHARE, column, SHARE, BLOCK_N)
         piece = i % (P // WIDTH) * WIDTH  # of the words of a row; written so, it is known to be a multiple
         words = read_tile(w, row + t * 128, piece, None, P, BLOCK_N, WIDTH)
-        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for q in tl.static_range(4):
-            g = at_group + t * SHARE + q * P // GROUP
             b = read_tile(x, m0, t * 4 * P + q * P + piece, M, K, BLOCK_M, WIDTH)
-            if DIVIDED:
-                acc, by = _add_divided(acc, by, words, b, factors[q * P // GROUP], q, P, GROUP, OFFSETS)
-            else:
-                acc, total = add_quarter(acc, total, words, b, groups, offsets, g, column, q, P, GROUP, OFFSETS, SCALED)
-        if DIVIDED:
-            factors = later
-        if SCALED:
-            acc = _waited(acc)
-    if DIVIDED:
-        by_row *= by
-    acc *= by_row[:, None]
+            acc, by = add_quarter(acc, by, words, b, factors[q * P // GROUP], q, P, GROUP, OFFSETS)
+        factors = later
+    acc *= (by_row * by)[:, None]
     last = True
     if shared:
         cell = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
@@ -215,35 +155,31 @@ class Form(NamedTuple):
     block_n: int
     width: int  # words of a row of a tile that are loaded at a time
     warps: int
-    stages: int
-    scaled: bool  # the factors of groups multiply the weights, not the sums: then the weights are rounded to bfloat16
+    stages: int  # Triton loads stages - 1 tiles ahead
     programs: int = 1  # that run on a processor at the same time
     parts: int = 1  # parts of K, which the next norm sums
-    divided: bool = False  # the sums are divided by the factors of a group, which are loaded one tile ahead
+    described: bool = False  # tiles are read from tensor descriptors
 
 
 def few_form(m: int, w: FourBitMatrix, in_parts: bool) -> Form:
     """Returns the form that was the fastest in measurements, for x [m, K]. in_parts: there may be several parts."""
-    (n, k), width, by_warps = w.shape, w.values.shape[-1], card().by_warps
-    most = 1 if not in_parts else 8 if k > 8192 and m <= (64 if by_warps else 32) else 4
-    if m <= 64 and by_warps:  # Triton loads stages - 1 tiles ahead: these fit into 99 KiB
+    (n, k), width = w.shape, w.values.shape[-1]
+    most = 1 if not in_parts else 8 if k > 8192 and m <= 64 else 4 if m <= 128 else 2
+    tokens, wide = min(128, max(16, triton.next_power_of_2(m))), n >= WIDE
+    if card().by_warps:  # these fit into 99 KiB
         rows = 128 if n // 128 * most >= card().processors else 64
-        stages, programs = 3 if m > 32 else 4, 128 // rows
-        form = Form(max(16, triton.next_power_of_2(m)), rows, 64, 4, stages, False, programs, divided=True)
-    elif m <= 32:
-        form = Form(max(16, triton.next_power_of_2(m)), 128 if in_parts else 64, 64, 4, 4, scaled=False)
+        form = Form(tokens, rows, 64, 4, 3 if m > 32 else 4, 128 // rows)
+        if m > 64:  # the operands of these tensor cores take more registers
+            form = Form(tokens, 128, 32, 8, 3)
     elif m <= 64:
-        form = Form(64, 64, 64, 4, 2 if n >= WIDE else 3, scaled=False, programs=3 if n >= WIDE else 2)
-    elif m <= 128:
-        form = Form(128, 64, 32, 4, 2, scaled=True, programs=3)
-        if n < WIDE:
-            form = Form(64, 128, 64, 8, 2, scaled=True, programs=2)
+        stages = {16: (3, 5), 32: (4, 3), 64: (3, 2)}[tokens][wide]
+        form = Form(tokens, 64, 64, 4, stages, 2 if tokens == 32 and not wide else 3, described=tokens == 32 and wide)
+    elif width == 64 and w.offsets is None and (wide or in_parts):
+        form = Form(128, 128, 64, 8, 3, described=True)
+    elif m <= 128 and not wide and not in_parts:
+        form = Form(64, 64, 64, 4, 2, 3, described=True)
     else:
-        form = Form(128, 128, 32, 4, 2, scaled=True, programs=2)
-        if n < WIDE and not in_parts:
-            form = Form(128, 64, 32, 4, 2, scaled=True, programs=4)
-    if m > 64 and by_warps:  # the operands of these tensor cores take more registers
-        form = form._replace(block_n=128, warps=8, programs=1)
+        form = Form(128, 64, 32, 4, 3 if in_parts else 2, 3, described=True)
     parts, tiles = 1, k // (4 * width)
     units = triton.cdiv(m, form.block_m) * n // form.block_n
     while parts < most and 2 * parts * units <= 256 and tiles % (2 * parts) == 0:
@@ -255,14 +191,6 @@ def few_form(m: int, w: FourBitMatrix, in_parts: bool) -> Form:
 def _counters(device: torch.device) -> torch.Tensor:
     """Returns counters, which are 0 before and after each launch."""
     return torch.zeros(2 * card().processors, dtype=torch.int32, device=device)
-
-
-def loads(width: int, stages: int, tokens: int, rows: int) -> tuple[int, int]:
-    """Returns how many words of a row are loaded at a time, and how many times ahead: fewer if two loads of words
-    [rows, width] and activations [tokens, 4 · width] do not fit into the shared memory."""
-    while fitting(2, 2 * width * (4 * tokens + rows) + 1024) < 2 and width > 16:
-        width //= 2
-    return width, fitting(stages, 2 * width * (4 * tokens + rows) + 1024)
 
 
 def few(x: torch.Tensor, w: FourBitMatrix, form: Form, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -279,17 +207,14 @@ def few(x: torch.Tensor, w: FourBitMatrix, form: Form, out: torch.Tensor | None 
     left = left if 2 * left <= room else 0
     halves = torch.empty(2 * left * form.block_m * form.block_n, dtype=torch.float32, device=x.device)
     registers = 65536 // (32 * form.warps * form.programs) // 8 * 8
-    columns, stages = form.width, form.stages
-    if not form.divided:
-        columns, stages = loads(columns, stages, form.block_m, form.block_n)
-    factors, moved = (None if t is None else t.view(-1, TILE) for t in (w.groups, w.offsets))
-    described = (t if t is None or form.divided else tiles_of(t, [1, form.block_n]) for t in (factors, moved))
-    tiles = tiles_of(w.values.view(-1, width), [form.block_n, columns])
+    columns = form.width
+    words, rows = w.values.view(-1, width), x
+    if form.described:
+        words, rows = tiles_of(words, [form.block_n, columns]), tiles_of(x, [form.block_m, columns])
     _few_kernel[(units + left, form.parts)](
-        tiles_of(x, [form.block_m, columns]), tiles, *described, w.scale, y, halves,
-        _counters(x.device), m, n, units - left, K=k, GROUP=k // w.groups.shape[1], P=width,
-        OFFSETS=moved is not None, SCALED=form.scaled, DIVIDED=form.divided, WIDTH=columns, BLOCK_M=form.block_m,
-        BLOCK_N=form.block_n, SPLIT_K=form.parts, STAGES=stages, num_warps=form.warps,
+        rows, words, w.groups, w.offsets, w.scale, y, halves, _counters(x.device), m, n, units - left, K=k,
+        GROUP=k // w.groups.shape[1], P=width, OFFSETS=w.offsets is not None, WIDTH=columns, BLOCK_M=form.block_m,
+        BLOCK_N=form.block_n, SPLIT_K=form.parts, STAGES=form.stages, num_warps=form.warps,
         maxnreg=registers if registers < 248 else None, **overlap(),
     )
     return y

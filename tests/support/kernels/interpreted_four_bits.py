@@ -65,14 +65,12 @@ def errors(columns: int, group: int, offsets: bool) -> dict[str, float]:
     }
     width = w.values.shape[-1]
     for form in (
-        Form(16, 128, width, 4, 2, scaled=False), Form(16, 128, 32, 4, 2, scaled=True, parts=columns // (4 * width)),
-        Form(16, 128, width, 4, 2, scaled=True, programs=2), Form(16, 128, width, 4, 2, scaled=False, divided=True),
-        Form(16, 128, 32, 4, 2, scaled=False, parts=columns // (4 * width), divided=True),
+        Form(16, 128, width, 4, 2), Form(16, 128, 32, 4, 2, parts=columns // (4 * width)),
+        Form(16, 128, 32, 4, 2, programs=2, described=True),
     ):
         found[f"few, {form}"] = error_of_rows(four_bits.few(several, w, form).sum(0))
     four_bits.SHARED = 128  # two programs share each tile of these few columns
-    for scaled, divided in ((False, False), (True, False), (False, True)):
-        form = Form(16, 64, 32, 4, 2, scaled, divided=divided)
+    for form in (Form(16, 64, 32, 4, 2), Form(16, 64, 32, 4, 2, described=True)):
         twice = [four_bits.few(several, w, form) for _ in range(2)]
         found[f"shared, {form}"] = error_of_rows(twice[1][0])
         assert torch.equal(*twice) and not four_bits._counters(several.device).any()
