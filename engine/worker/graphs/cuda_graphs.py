@@ -171,8 +171,8 @@ class CudaGraphs(Executor):
         loaded.group.take_time()  # discards the time measured in collectives so far: it belongs to no step
         if self._captures is not None:
             note = (
-                f"{self.num_graphs} CUDA graphs captured {time.perf_counter() - self._began:.1f} s after the weights "
-                f"were loaded, with {self._captures.reserved / 1e6:,.0f} MB reserved"
+                f"{self.num_graphs} CUDA graphs captured, with {self._captures.reserved / 1e6:,.0f} MB reserved. With "
+                f"them and the warm-ups, the start took {time.perf_counter() - self._began:.1f} s after the weights"
             )
             loaded.memory.notes.append(note)
             logger.info(note)
