@@ -94,10 +94,10 @@ def lines(findings: Sequence[Finding], source: str) -> list[str]:
     ]
     for one in (each for each in findings if each.cause not in WELL):
         fault, seconds = CAUSES[one.cause][0], "" if one.seconds is None else f", {one.seconds:.2f} s"
-        out.append(f"request {one.number}: {one.cause} ({fault}): {count(one.lost, 'token')} lost{seconds}")
+        out.append(f"r{one.number}: {one.cause} ({fault}): {count(one.lost, 'token')} lost{seconds}")
         if one.ancestor is not None:
             where = f"; {one.where}" if one.where else ""
-            out.append(f"    {one.could:,} of {one.prompt:,} tokens as in request {one.ancestor}{where}")
+            out.append(f"    {one.could:,} of {one.prompt:,} tokens as in r{one.ancestor}{where}")
         if one.before or one.after:
             out += [f"    - {visible_line(one.before)}", f"    + {visible_line(one.after)}"]
     if not summary.causes:
@@ -121,7 +121,7 @@ def markdown(findings: Sequence[Finding], source: str) -> str:
         out.append(f"| {costly.cause} | {fault} | {costly.requests:,} | {costly.tokens:,} | {seconds} | {repair} |")
     for one in findings:
         if one.before or one.after:
-            out += ["", f"Request {one.number}, {one.cause}, {one.where}:", "", "```diff",
+            out += ["", f"r{one.number}, {one.cause}, {one.where}:", "", "```diff",
                     f"- {visible_line(one.before)}", f"+ {visible_line(one.after)}", "```"]
     return "\n".join(out) + "\n"
 

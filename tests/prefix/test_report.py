@@ -32,7 +32,7 @@ def doctor(*arguments: object):
 def test_the_summary_and_the_exit_code(tmp_path):
     logged(tmp_path / "log", "tools reordered")
     text = doctor(tmp_path / "log").stdout
-    assert "request 3: tools reordered (client): " in text and "What cost most:\n  tools reordered: " in text
+    assert "\nr3: tools reordered (client): " in text and "What cost most:\n  tools reordered: " in text
     assert "Change: send the tools in the same order each time." in text
     data = json.loads(doctor(tmp_path / "log", "--json").stdout)
     assert [one["cause"] for one in data["requests"]] == ["first", "none", "none", "tools reordered", "none", "none"]
