@@ -219,7 +219,7 @@ async def chat(app: MinituiApp) -> None:
     await asyncio.sleep(0.1)
     app.chats.send(fork, "And when is a block shared?")
     await asyncio.sleep(0.1)
-    await app.source.control("pace", factor=20)
+    await app.source.control("pace", factor=60)
     await app.source.control("resume")
     await until(lambda: len(second.messages[-1].text) > 160)
 
