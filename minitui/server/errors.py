@@ -151,7 +151,7 @@ def _describe(error: RequestValidationError) -> ApiError:
     fields = [_field(each["loc"], error.body, each["type"] == "missing") for each in same]
     best = max(range(len(same)), key=lambda i: (len(fields[i]), not same[i]["type"].endswith("_type")))
     param = ".".join(fields[best]) or None
-    message = str(same[best]["msg"]).removeprefix("Value error, ")
+    message = str(same[best]["msg"]).removeprefix("Value error, ").replace(" after validation", "")
     return ApiError(400, f"{param or 'the body'}: {message[:1].lower()}{message[1:]}", param, same[best]["type"])
 
 

@@ -44,6 +44,14 @@ def shapes(response: dict[str, Any]) -> list[Any]:
 # ---- the wire format
 
 
+@pytest.mark.parametrize(("sent", "is_"), [(5, "neither a string nor a list"), ([], "an empty list")])
+def test_an_input_of_the_wrong_kind_is_told_both_that_are_accepted(server: Running, sent: Any, is_: str) -> None:
+    error = server.post(URL, {"input": sent}).json()["error"]
+    assert error["message"] == f"input: it is {is_}: send a string, or a list with at least one item"
+    chat = server.post("/v1/chat/completions", {"messages": []}).json()["error"]
+    assert chat["message"] == "messages: list should have at least 1 item, not 0"
+
+
 def test_a_response_has_the_text_the_settings_and_the_usage(server: Running) -> None:
     response = ask(server, instructions="Be short.", metadata={"a": "b"}, max_output_tokens=200, temperature=0)
     assert response["id"].startswith("resp_") and response["object"] == "response"

@@ -52,8 +52,9 @@ def known_items(value: Any) -> Any:
     """Returns a single string as a list of one message, and a list without the items that tell the model nothing."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        return value
+    if not isinstance(value, list) or not value:
+        sent = "an empty list" if value == [] else "neither a string nor a list"
+        raise ValueError(f"it is {sent}: send a string, or a list with at least one item")
     kinds = [item.get("type") if isinstance(item, dict) else None for item in value]
     if found := sorted({kind for kind in kinds if isinstance(kind, str) and kind in DROPPED}):
         notice(f"ignored input items of the types {', '.join(found)}")
