@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from textual.binding import Binding, BindingType
 from textual.worker import Worker
@@ -48,12 +48,14 @@ class LessonApp(MinituiApp):
     async def _open(self, lesson: Lesson, at: int | None) -> None:
         assert self.stage is not None
         self.switch_mode("lesson")
-        screen = self.screen
-        while not isinstance(screen, LessonScreen):  # a dialog is still above the lesson
-            self.pop_screen()
-            screen = self.screen
+        self.close_dialogs()
         self.clear_notifications()  # the restart has ended: its sentence would cover the page
-        screen.begin(lesson, self.stage, at)
+        cast(LessonScreen, self.screen).begin(lesson, self.stage, at)
+
+    def close_dialogs(self) -> None:
+        """Close the dialogs over the current mode's screen."""
+        while self.screen_stack[1:]:
+            self.pop_screen()
 
     def say(self, text: str, error: bool = False) -> None:
         """Show a sentence. On the lesson's screen, only the newest is shown: several would cover the page."""

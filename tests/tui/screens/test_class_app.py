@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from textual.screen import ModalScreen
 from textual.widgets import TextArea
 
 from minitui.chat.conversation import Sampling
@@ -106,12 +107,21 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
             assert app.scene_name == f"scene {number + 1}: {scene.title}"
             minute[0] += scene.minutes
             if number + 1 < len(sheet.scenes):
+                await pilot.press("f9")
+                assert isinstance(app.screen, ModalScreen)
                 await pilot.press("f8")
+                await until(pilot, lambda: not isinstance(app.screen, ModalScreen))
         assert minute == [50.0]
         await pilot.press("f8")
         assert app.number == len(sheet.scenes) - 1, "the last scene stays"
         app.lecturer_says("scene", 1)
         await until(pilot, lambda: app.number == 0 and not app.playing)
+        mode = app.current_mode
+        await pilot.press("f9")
+        app.switch_mode("lecture")  # as a demo does
+        app.switch_mode(mode)
+        await pilot.pause()
+        assert not isinstance(app.screen, ModalScreen)
     assert len(polls) >= 6
     kept = ClassFile(tmp_path, "paging")
     assert [scene["number"] for scene in kept.scenes] == [*range(1, len(sheet.scenes) + 1), 1]
