@@ -54,11 +54,12 @@ def overlap() -> dict[str, bool]:
 
 
 @triton.jit
-def after_previous(PDL: tl.constexpr):
-    """Wait until the previous kernel has ended, and let the next one start. PDL: the launches overlap."""
+def after_previous(PDL: tl.constexpr, NEXT: tl.constexpr = True):
+    """Wait until the previous kernel has ended, and if NEXT let the next one start. PDL: the launches overlap."""
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
+        if NEXT:
+            gdc_launch_dependents()
 
 
 def tiles_of(t: torch.Tensor, block: list[int]) -> TensorDescriptor | torch.Tensor:

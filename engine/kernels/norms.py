@@ -1,7 +1,8 @@
 """Row-wise kernels around the matrix products: (residual +) RMSNorm, q/k norm + RoPE + KV store, SiLU-and-multiply.
 
 Each kernel reads its input once and writes its output once. engine/model/ops.py specifies shapes and roundings. On an
-H200 the kernels reach 3.9 to 4.3 TB/s for 8,192 tokens of Qwen3-8B (MEASURED.md).
+H200 the kernels reach 3.9 to 4.3 TB/s for 8,192 tokens of Qwen3-8B (MEASURED.md). The next kernel starts when they end:
+the programs of a product that starts earlier have only the processors that the few programs here leave.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _rms_norm_kernel(
     i = tl.arange(0, BLOCK)
     mask = i < H
     w = tl.load(weight + i, mask=mask, other=0.0)  # does not depend on the previous kernel
-    after_previous(PDL)
+    after_previous(PDL, NEXT=False)
     v = tl.load(x + row * stride_x + i, mask=mask, other=0.0)
     dtype = out.dtype.element_ty
     if PARTS > 1:
@@ -73,7 +74,7 @@ def _qk_norm_rope_store_kernel(
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     d = tl.arange(0, D)
-    after_previous(PDL)
+    after_previous(PDL, NEXT=False)
     position = tl.load(positions + token)
     slot = tl.load(slots + token) * KV_HEADS * D
     base = qkv + token * stride_qkv
@@ -130,7 +131,7 @@ def _silu_mul_kernel(gate_up, out, INNER, BLOCKS, BLOCK: tl.constexpr, PDL: tl.c
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     mask = i < INNER
-    after_previous(PDL)
+    after_previous(PDL, NEXT=False)
     gate = tl.load(gate_up + row * 2 * INNER + i, mask=mask)
     up = tl.load(gate_up + row * 2 * INNER + INNER + i, mask=mask)
     tl.store(out + row * INNER + i, silu_times(gate, up, gate.dtype).to(gate.dtype), mask=mask)
