@@ -237,22 +237,20 @@ class Player:
 
     def run(self) -> Player:
         """Play all requests; returns this player."""
-        earlier = self._begin()
-        self.device.charge(self._costs)
         self.began = self.device.now
-        self.snapshot = self.engine.snapshot()
-        self.log.enabled = self._traced
-        tree, self.twice = self.engine.cache.tree, -self.engine.cache.waste.preempted
-        self._evict, tree.evict = tree.evict, self._count_evicted  # type: ignore[method-assign]
-        first_step = self.engine.scheduler.step
-        for asked in self.recorded.requests:
-            if asked.before and asked.id in earlier:
-                continue
+        for asked in (one for one in self.recorded.requests if not one.before):
             if self._closed and asked.after is not None:
                 self._followers.setdefault(asked.after.id, []).append(asked)
             else:
                 self._due.append((self.began + asked.at, next(self._order), asked))
         heapq.heapify(self._due)
+        self._begin()
+        self.device.charge(self._costs)
+        self.snapshot = self.engine.snapshot()
+        self.log.enabled = self._traced
+        tree, self.twice = self.engine.cache.tree, -self.engine.cache.waste.preempted
+        self._evict, tree.evict = tree.evict, self._count_evicted  # type: ignore[method-assign]
+        first_step = self.engine.scheduler.step
         device, engine = self.device, self.engine
         while self._due or engine.has_work:
             while self._due and self._due[0][0] <= device.now:
@@ -280,16 +278,15 @@ class Player:
 
     # ---- requests
 
-    def _begin(self) -> set[int]:
-        """Fill the cache, and let the requests that ran before the recording take their place, without cost. Returns
-        the latter."""
+    def _begin(self) -> None:
+        """Fill the cache, and let the requests that ran before the recording take their place, without cost. Those
+        that finish meanwhile are not in the run."""
         cache = self.engine.cache
         if self.setting.cache:
             for n, (text, salt) in enumerate(self.recorded.warm):
                 self._cache(n, text, salt)
             cache.take_table_changes()
-        earlier = [one for one in self.recorded.requests if one.before]
-        for asked in sorted(earlier, key=lambda one: one.id):
+        for asked in sorted((one for one in self.recorded.requests if one.before), key=lambda one: one.id):
             self._submit(asked, min(asked.total, max(asked.prompt, asked.before)))
         scheduler, waiting = self.engine.scheduler, -1
         for _ in range(EARLIER_STEPS):
@@ -299,15 +296,13 @@ class Player:
             self._emitted(self.engine.step())
         if last := self.engine.drain():
             self._emitted(last)
-        for one in self.played.values():
-            one.tokens.clear()  # they came before the recording
-            one.running = True
-        for request in scheduler.requests.values():
+        self.played = {id: self.played[id] for id in scheduler.requests}
+        for id, request in scheduler.requests.items():
+            self.played[id].tokens.clear()  # they came before the recording
             request.ttft_ms = 0.0, 0.0  # so did its first token: no record tells it
-            self.played[request.id].running = request.decoding
+            self.played[id].running = request.decoding
         if self.known is not None:
             self.known.forget_times()
-        return {one.id for one in earlier}
 
     def _cache(self, number: int, text: Iterable[int], salt: int) -> None:
         """Put a text into the tree, which nobody uses."""
@@ -326,7 +321,7 @@ class Player:
         params = SamplingParams(max_tokens=max(1, asked.most - n))
         try:  # not Engine.add_request: a recording's ids need no check
             request = Request(
-                len(self.played) + 1, ids[:n], params, 0, scheduler.limit_for(n, params), STOPS, asked.group,
+                len(self._came) + 1, ids[:n], params, 0, scheduler.limit_for(n, params), STOPS, asked.group,
                 priority=asked.priority, cache_salt=_salt(asked.salt), prompt_len=n,
             )
             scheduler.add(request)
@@ -404,6 +399,8 @@ class Player:
     def notes(self) -> list[str]:
         """Sentences about this run: what was refused, cut or extrapolated."""
         notes = []
+        if ended := len(self._came) - len(self.played):
+            notes.append(f"{count(ended, 'request')} from before the recording ended before the first played step.")
         if self.refused:
             notes.append(f"{count(len(self.refused), 'request')} did not fit into this setting and had no answer.")
         if self.cut:

@@ -181,9 +181,19 @@ def test_prompt_tokens_of_requests_from_before_a_recording_count_if_a_smaller_po
     question = Question(find_trace("vllm-8b"))
     player = question.play(question.changed({"blocks": blocks}), traced=True)
     told, seen = asdict(player.figures), asdict(Run(player.view("played")).figures)
-    for name in ("computed", "cached", "twice", "firsts", "preemptions"):
+    for name in ("requests", "finished", "prompt_tokens", "computed", "cached", "twice", "firsts", "preemptions"):
         assert told[name] == seen[name], name
     assert question.play(question.setting).figures.computed < told["computed"]
+
+
+def test_the_next_question_of_a_request_that_ends_before_the_first_played_step_is_played():
+    question = Question(find_trace("vllm-8b"), "closed")
+    setting, requests = question.changed({"blocks": "1000"}), question.recorded.requests
+    player = question.play(setting)
+    assert "1 request from before the recording ended before the first played step." in player.notes
+    [ended] = {one.id for one in requests} - {one.asked.id for one in player.played.values()}
+    requests[-1].after = next(one for one in requests if one.id == ended)
+    assert question.play(setting).figures.requests == player.figures.requests == len(requests) - 1
 
 
 def test_hidden_texts_are_known_by_their_blocks(tmp_path):
