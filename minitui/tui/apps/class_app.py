@@ -122,7 +122,6 @@ class ClassApp(LessonApp, DemoApp):
 
     async def _reset(self, scene: Scene) -> None:
         assert self.stage is not None
-        self.close_dialogs()
         self.source, self.view = self._live, self.feed.view  # a recording was shown instead
         for screen in self.screen_stack:
             screen.workers.cancel_group(screen, "lesson")
@@ -182,10 +181,9 @@ class ClassApp(LessonApp, DemoApp):
             self.screen.set_focus(transcripts.first())
 
     def switch_mode(self, mode: str) -> Any:
-        """Show a screen. A recording has no chats. Dialogs close: else a later scene in their mode is below them."""
+        """Show a screen. A recording has no chats."""
         if mode == "chat" and self.source is not self._live:
             mode = "lecture"
-        self.close_dialogs()
         return super().switch_mode(mode)
 
     async def start_over(self) -> None:

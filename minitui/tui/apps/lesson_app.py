@@ -48,14 +48,14 @@ class LessonApp(MinituiApp):
     async def _open(self, lesson: Lesson, at: int | None) -> None:
         assert self.stage is not None
         self.switch_mode("lesson")
-        self.close_dialogs()
         self.clear_notifications()  # the restart has ended: its sentence would cover the page
         cast(LessonScreen, self.screen).begin(lesson, self.stage, at)
 
-    def close_dialogs(self) -> None:
-        """Close the dialogs over the current mode's screen."""
+    def switch_mode(self, mode: str) -> Any:
+        """Show a screen. Dialogs close: they would be over what their screen shows later."""
         while self.screen_stack[1:]:
             self.pop_screen()
+        return super().switch_mode(mode)
 
     def say(self, text: str, error: bool = False) -> None:
         """Show a sentence. On the lesson's screen, only the newest is shown: several would cover the page."""
