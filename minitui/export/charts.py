@@ -39,11 +39,11 @@ def charts_svg(title: str, values: Sequence[str], curves: Sequence[Curve], marke
     """Returns the charts as SVG, two in a row."""
     rows = -(-len(curves) // 2)
     width, height = 2 * WIDE + 3 * LEFT, TOP + rows * (HIGH + GAP) + 10
-    legend = "  ○ extrapolated" if any(marked) else ""
+    key = f'<text x="{width - LEFT}" y="26" fill="{INK}" text-anchor="end">○ extrapolated</text>' if any(marked) else ""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="{FONTS}" font-size="13">',
         f'<rect width="{width}" height="{height}" fill="{GROUND}"/>',
-        f'<text x="{LEFT}" y="26" fill="{INK}" font-size="15">{escape(title + legend)}</text>',
+        f'<text x="{LEFT}" y="26" fill="{INK}" font-size="15">{escape(title)}</text>{key}',
     ]
     for i, curve in enumerate(curves):
         x, y = LEFT + i % 2 * (WIDE + LEFT), TOP + i // 2 * (HIGH + GAP)

@@ -67,6 +67,7 @@ def test_a_sweep_writes_its_figures_and_a_picture(tmp_path, monkeypatch):
     assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
     assert data["recorded_value"] == 64
     assert all(len(str(value)) < 16 for point in data["points"] for value in point["figures"].values()), "rounded"
+    assert ">run.trace: budget</text>" in drawn[0] and ">○ extrapolated</text>" in drawn[0], "the title runs into it"
     assert "first token p99" in drawn[0] and drawn[0].count("<circle") == 6 * 5
 
 
