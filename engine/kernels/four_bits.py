@@ -207,14 +207,13 @@ def few(x: torch.Tensor, w: FourBitMatrix, form: Form, out: torch.Tensor | None 
     left = left if 2 * left <= room else 0
     halves = torch.empty(2 * left * form.block_m * form.block_n, dtype=torch.float32, device=x.device)
     registers = 65536 // (32 * form.warps * form.programs) // 8 * 8
-    columns = form.width
     words, rows = w.values.view(-1, width), x
     if form.described:
-        words, rows = tiles_of(words, [form.block_n, columns]), tiles_of(x, [form.block_m, columns])
+        words, rows = tiles_of(words, [form.block_n, form.width]), tiles_of(x, [form.block_m, form.width])
     _few_kernel[(units + left, form.parts)](
         rows, words, w.groups, w.offsets, w.scale, y, halves, _counters(x.device), m, n, units - left, K=k,
-        GROUP=k // w.groups.shape[1], P=width, OFFSETS=w.offsets is not None, WIDTH=columns, BLOCK_M=form.block_m,
-        BLOCK_N=form.block_n, SPLIT_K=form.parts, STAGES=form.stages, num_warps=form.warps,
+        GROUP=k // w.groups.shape[1], P=width, OFFSETS=w.offsets is not None, WIDTH=form.width,
+        BLOCK_M=form.block_m, BLOCK_N=form.block_n, SPLIT_K=form.parts, STAGES=form.stages, num_warps=form.warps,
         maxnreg=registers if registers < 248 else None, **overlap(),
     )
     return y
