@@ -20,8 +20,8 @@ from engine.kernels.norms import silu_times
 @triton.jit
 def _gate_up_kernel(
     x, w, groups, offsets, scale, inner, order, tiles, H: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
-    P: tl.constexpr, TOP: tl.constexpr, OFFSETS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    P: tl.constexpr, TOP: tl.constexpr, OFFSETS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     ACROSS: tl.constexpr = INNER // BLOCK_N
     STEPS: tl.constexpr = H // (4 * WIDTH)
@@ -73,8 +73,8 @@ def _gate_up_kernel(
 @triton.jit
 def _down_kernel(
     inner, w, groups, offsets, scale, out, order, tiles, weights, H: tl.constexpr, INNER: tl.constexpr,
-    GROUP: tl.constexpr, P: tl.constexpr, OFFSETS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, P: tl.constexpr, OFFSETS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     ACROSS: tl.constexpr = H // BLOCK_N
     STEPS: tl.constexpr = INNER // (4 * WIDTH)
@@ -131,8 +131,8 @@ def products(
         words = tiles_of(w.values.view(-1, p), [block_n, width])
         options = {
             "H": hidden, "INNER": inner_size, "GROUP": columns // w.groups.shape[1], "P": p,
-            "OFFSETS": w.offsets is not None, "WIDTH": width, "BLOCK_M": tiles.rows,
-            "BLOCK_N": block_n, "STAGES": stages, "num_warps": warps, **overlap(),
+            "OFFSETS": w.offsets is not None, "WIDTH": width, "BLOCK_M": tiles.rows, "BLOCK_N": block_n,
+            "STAGES": stages, "num_warps": warps, **overlap(),
         }
         grid = (len(routes.tiles) * (n // block_n),)
         if w is gate_up:
