@@ -81,9 +81,9 @@ def read_tile(t, row, column, HEIGHT, WIDTH: tl.constexpr, ROWS: tl.constexpr, C
         if HEIGHT is None:
             found = tl.load(at)
         elif WIDTH % COLUMNS == 0:
-            found = tl.load(at, mask=(r < HEIGHT)[:, None], other=0)
+            found = tl.load(at, mask=(r < HEIGHT)[:, None], other=0.0)
         else:
-            found = tl.load(at, mask=(r < HEIGHT)[:, None] & (c < WIDTH)[None, :], other=0)
+            found = tl.load(at, mask=(r < HEIGHT)[:, None] & (c < WIDTH)[None, :], other=0.0)
     else:
         found = t.load([row, column])
     return found

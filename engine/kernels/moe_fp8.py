@@ -17,9 +17,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.card import after_previous, fitting, overlap
+from engine.kernels.card import after_previous, fitting, overlap, read_tile, tiles_of
 from engine.kernels.eight_bits_many import BLOCK, E4M3_MAX, LOW, round_groups, scale_to
 from engine.kernels.gemv import ScaledMatrix
 from engine.kernels.moe_route import Routes, add_product, by_output, by_pair, store_weighted
@@ -52,8 +51,8 @@ def _gate_up_kernel(
     acc2 = tl.zeros(acc.shape, tl.float32)
     for c in tl.range(0, H // BLOCK_K, num_stages=STAGES):
         high = tl.load(at + c * BLOCK_K)
-        b = w.load([gate, c * BLOCK_K])
-        b2 = w.load([gate + INNER, c * BLOCK_K])
+        b = read_tile(w, gate, c * BLOCK_K, None, H, BLOCK_N, BLOCK_K)
+        b2 = read_tile(w, gate + INNER, c * BLOCK_K, None, H, BLOCK_N, BLOCK_K)
         y = add_product(None, b, high, NARROW)
         y2 = add_product(None, b2, high, NARROW)
         if NARROW:
@@ -101,11 +100,12 @@ def _down_kernel(
     at_block = w_scale + row // SCALE_BLOCK * (INNER // SCALE_BLOCK)
     acc = tl.zeros([BLOCK_N, BLOCK_M] if NARROW else [BLOCK_M, BLOCK_N], tl.float32)
     for c in tl.range(0, INNER // BLOCK_K, num_stages=STAGES):
-        high = inner.load([first, c * BLOCK_K])  # rows after the tile's pairs are arbitrary; they are not stored
-        b = w.load([row, c * BLOCK_K])
+        # Rows after the tile's pairs are arbitrary; they are not stored.
+        high = read_tile(inner, first, c * BLOCK_K, first + rows, INNER, BLOCK_M, BLOCK_K)
+        b = read_tile(w, row, c * BLOCK_K, None, INNER, BLOCK_N, BLOCK_K)
         y = add_product(None, b, high, NARROW)
         if NARROW:
-            low = inner.load([PAIRS + first, c * BLOCK_K])
+            low = read_tile(inner, PAIRS + first, c * BLOCK_K, PAIRS + first + rows, INNER, BLOCK_M, BLOCK_K)
             y += add_product(None, b, low, NARROW) * (1.0 / FACTOR)
         scale = tl.load(inner_scale + c * PAIRS + first + m, mask=m < rows, other=0.0)
         if BLOCKS:
@@ -128,16 +128,15 @@ def products(x: torch.Tensor, gate_up: ScaledMatrix, down: ScaledMatrix, routes:
     inner_scale = torch.empty(inner_size // n, pairs, dtype=torch.float32, device=x.device)
     out = torch.empty(tokens, per_token, hidden, dtype=x.dtype, device=x.device)
     _gate_up_kernel[(count * (inner_size // n),)](
-        values, scale, TensorDescriptor.from_tensor(gate_up.values, [n, BLOCK]), gate_up.scale, inner, inner_scale,
-        routes.order, routes.tiles, scale.shape[1], pairs, H=hidden, INNER=inner_size, TOP=per_token, BLOCK_M=rows,
-        BLOCK_N=n, BLOCK_K=BLOCK, BLOCKS=blocks, MOST=E4M3_MAX, FACTOR=LOW, NARROW=narrow,
+        values, scale, tiles_of(gate_up.values, [n, BLOCK]), gate_up.scale, inner, inner_scale, routes.order,
+        routes.tiles, scale.shape[1], pairs, H=hidden, INNER=inner_size, TOP=per_token, BLOCK_M=rows, BLOCK_N=n,
+        BLOCK_K=BLOCK, BLOCKS=blocks, MOST=E4M3_MAX, FACTOR=LOW, NARROW=narrow,
         STAGES=fitting(stages, (parts * rows + 2 * n) * BLOCK), num_warps=warps, **overlap(),
     )
     _down_kernel[(count * (hidden // n_down),)](
-        TensorDescriptor.from_tensor(inner, [rows, n]), inner_scale,
-        TensorDescriptor.from_tensor(down.values, [n_down, n]), down.scale, out, routes.order, routes.tiles,
-        routes.weights, pairs, H=hidden, INNER=inner_size, BLOCK_M=rows, BLOCK_N=n_down, BLOCK_K=n, SCALE_BLOCK=BLOCK,
-        BLOCKS=blocks, FACTOR=LOW, NARROW=narrow, STAGES=fitting(stages_down, (parts * rows + n_down) * n),
-        num_warps=warps_down, **overlap(),
+        tiles_of(inner, [rows, n]), inner_scale, tiles_of(down.values, [n_down, n]), down.scale, out, routes.order,
+        routes.tiles, routes.weights, pairs, H=hidden, INNER=inner_size, BLOCK_M=rows, BLOCK_N=n_down, BLOCK_K=n,
+        SCALE_BLOCK=BLOCK, BLOCKS=blocks, FACTOR=LOW, NARROW=narrow,
+        STAGES=fitting(stages_down, (parts * rows + n_down) * n), num_warps=warps_down, **overlap(),
     )
     return out

@@ -222,8 +222,9 @@ def _quantised(found: dict[str, Any]) -> str:
     newest = max(float(g["compute"]) for g in found["gpus"])
     if found["modules"]["triton"] is None or newest < 8:
         return "their weights are expanded to bfloat16: our products need compute capability 8.0 and triton"
-    if newest < 9:
-        return "4-bit integers in groups are computed as stored; others are expanded: they need compute capability 9"
+    if newest < 8.9:
+        numbers = "integers of 8 bits, and of 4 bits in groups, are computed as stored"
+        return f"{numbers}; others are expanded: 8-bit floats need compute capability 8.9"
     numbers = "8-bit numbers and 4-bit integers in groups are computed as stored"
     return f"{numbers}; others are expanded to bfloat16, or to fp8 if that does not fit"
 

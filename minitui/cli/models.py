@@ -177,23 +177,23 @@ def kinds_on_gpu(config: ModelConfig, machine: Machine) -> dict[str, str]:
     import torch
 
     from engine.model.four_bits import Int4Tiles
-    from engine.worker.weights.quantised import KEPT, check_four_bits, check_fp8_sizes, check_kept, matrices
+    from engine.worker.weights import quantised
+    from engine.worker.weights.quantised import KEPT, least_capability
 
     packed = config.packing is not None
     kinds = {"none": "yes, expanded to bfloat16" if packed else "yes"}
-    eight_bits = machine.capability >= (9, 0)
-    if eight_bits:
+    if machine.capability >= least_capability("fp8", config):
         with suppress(EngineError):
-            check_fp8_sizes(config)
+            quantised.check_fp8_sizes(config)
             kinds["fp8"] = "yes, rounded to 8 bits" if packed else "with --quantization fp8"
-    if eight_bits and packed:
+    if packed and machine.capability >= least_capability(KEPT, config):
         with suppress(EngineError):
-            check_kept(config, torch.device("cuda"))
+            quantised.check_kept(config, torch.device("cuda"))
             kinds = {KEPT: "yes, in 8 bits as stored"}
-    if machine.capability >= (8, 0):
+    if machine.capability >= least_capability("int4", config):
         with suppress(EngineError):
-            check_four_bits(config, Int4Tiles)
-            if matrices("int4", config, torch.bfloat16) is not Int4Tiles:
+            quantised.check_four_bits(config, Int4Tiles)
+            if quantised.matrices("int4", config, torch.bfloat16) is not Int4Tiles:
                 return {"int4": "yes, in 4 bits as stored"}
             kinds["int4"] = "with --quantization int4"
     return kinds

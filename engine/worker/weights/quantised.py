@@ -211,12 +211,11 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
         check_four_bits(model, Int4Weight if cpu else Int4Tiles, ranks)
     if cpu:
         return
-    major, minor = torch.cuda.get_device_capability(device)
-    least = 8 if kind == "int4" else 9  # 8.9 has fp8 arithmetic, but lacks launch instructions that our kernels use
-    if major < least:
+    found, least = torch.cuda.get_device_capability(device), least_capability(kind, model)
+    if found < least:
         raise EngineError(
-            f"{kind} weights need a GPU of compute capability {least}.0 or more, but "
-            f"{torch.cuda.get_device_name(device)} has {major}.{minor}: use --quantization none"
+            f"{kind} weights need a GPU of compute capability {least[0]}.{least[1]} or more, but "
+            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}: use --quantization none"
         )
     if importlib.util.find_spec("triton") is None:
         raise EngineError(
@@ -224,6 +223,12 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
         )
     if kind == "fp8":  # of a checkpoint's own matrices, those whose shapes the kernels lack are expanded, one by one
         check_fp8_sizes(model)
+
+
+def least_capability(kind: str, model: ModelConfig) -> tuple[int, int]:
+    """Returns the lowest compute capability whose tensor cores multiply weights of this kind."""
+    floats = kind == "fp8" or (kind == KEPT and model.packing is not None and any(p.floats for p in model.packing.each))
+    return (8, 9) if floats else (8, 0)
 
 
 def check_fp8_sizes(model: ModelConfig) -> None:

@@ -43,9 +43,9 @@ ROPE = torch.empty(100, 128)
 CPU = torch.device("cpu")
 # Bytes of a thread that are not in registers in some form on some card, with Triton 3.6 or 3.9.
 SPILLED = {
-    "_few_kernel": 96, "_prefill_kernel": 96, "_gate_up_kernel": 360, "_down_kernel": 848, "_split_linear_kernel": 64,
+    "_few_kernel": 96, "_prefill_kernel": 104, "_gate_up_kernel": 360, "_down_kernel": 848, "_split_linear_kernel": 64,
     "_router_kernel": 16, "_group_kernel": 8, "_one_kernel": 8, "_scan_kernel": 728, "_product_kernel": 48,
-    "gemv_kernel": 112,
+    "gemv_kernel": 176,
     "_chunk_kernel": 11_168,  # on an A100, where prompts of a delta rule must be slow; 608 on an RTX 4090
 }
 # With descriptors, these would load single numbers below Hopper, and wait for each load.
@@ -171,9 +171,9 @@ def matrices_of_eight_bits() -> None:
         by_row, by_block = scaled(n, k, 0), scaled(n, k, 128)
         for matrix in (by_row, by_block):
             few_tokens(matrix)
-        gemv.gemv(half(1, k), by_block, norm=(half(k), 1e-6), gate_up=True)
         for tokens in (100, 3000):
             eight_bits_many.tiled(*eight_bits_many.round_groups(half(tokens, 2 * k), silu=True), by_block)
+    gemv.gemv(half(1, 4096), scaled(24576, 4096, 128), norm=(half(4096), 1e-6), gate_up=True)
 
 
 def matrices_of_whole_numbers() -> None:
@@ -227,7 +227,7 @@ def some_forms() -> None:
 @pytest.mark.parametrize("name", CARDS)
 def test_every_form_is_compiled_and_fits(name: str, part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = CARDS[name]
-    least = {cache_of_eight_bits: (8, 9), matrices_of_eight_bits: (9, 0), experts_in_eight_bits: (9, 0)}
+    least = dict.fromkeys((cache_of_eight_bits, matrices_of_eight_bits, experts_in_eight_bits), (8, 9))
     if wanted.capability < least.get(part, (8, 0)):
         pytest.skip("the engine refuses 8-bit floats on this card")
     with compiling_for(wanted, monkeypatch) as found:
