@@ -4,8 +4,9 @@
     Hopper (9.0), Blackwell (10.0)    launches overlap; 227 KiB
     Blackwell (12.0), such as RTX 50  launches overlap; 99 KiB
 
-Tiles and stages were measured on Hopper; those for 2 to 64 tokens with 4-bit numbers, and those for 8-bit whole
-numbers, also as they are compiled for an RTX 4090. On a card with less shared memory, fewer tiles are loaded ahead.
+Tiles and stages were measured on Hopper; those for 2 to 64 tokens with 4- and 8-bit numbers, and those for 8-bit
+whole numbers, also as they are compiled for an RTX 4090. On a card with less shared memory, fewer tiles are loaded
+ahead.
 """
 
 from __future__ import annotations

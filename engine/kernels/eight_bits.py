@@ -83,20 +83,21 @@ def skinny(
 ) -> torch.Tensor:
     """Returns x W^T as [parts, M, N], which the caller sums. K is cut into `parts` parts. values, scale: round_rows(x
     [M, K], both=True, dtype=that of W), M at most 64. K must be a multiple of 128 times `parts`."""
-    m, (n, k), whole, block_k = len(scale), w.shape, values.dtype == torch.int8, BLOCK_K
+    m, (n, k), block_k = len(scale), w.shape, BLOCK_K
     block_m = max(16, triton.next_power_of_2(m))
     block_n, stages, warps = (128, 5, 8) if parts > 1 and n >= 4096 else (64, 6, 4)
     if block_m == 64:
         block_n, stages, warps = 64, 3 if n >= 16384 else 4, 4
-    if whole and card().by_warps:
+    if card().by_warps:
         block_n, stages, warps = 64 if n <= 3 * 64 * card().processors else 128, 4, 4
-        block_k = BLOCK_K if block_m * block_n < 64 * 128 else 64
+        if block_m * block_n >= 64 * 128 and w.scale.dim() == 1:
+            block_k = 64
     stages = fitting(stages, (2 * block_m + block_n) * block_k)
     y = torch.empty(parts, m, n, dtype=dtype, device=values.device) if out is None else out
     _skinny_kernel[(triton.cdiv(n, block_n), parts)](
         tiles_of(values, [block_m, block_k]), scale, tiles_of(w.values, [block_n, block_k]), w.scale, y, m, n, K=k,
-        FACTOR=RANGES[values.dtype][1], BLOCKS=w.scale.dim() == 2, WHOLE=whole, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_K=block_k, SPLIT_K=parts, STAGES=stages, num_warps=warps, **overlap(),
+        FACTOR=RANGES[values.dtype][1], BLOCKS=w.scale.dim() == 2, WHOLE=values.dtype == torch.int8, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=parts, STAGES=stages, num_warps=warps, **overlap(),
     )
     return y
 
