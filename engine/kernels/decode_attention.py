@@ -171,7 +171,7 @@ def _decode_kernel(
             v0 = _load_tile(v_pairs, table, token0, token0 < end, kvh, BLOCK_SIZE, TOKEN // 2, D // 2)
         else:
             v0 = _load_tile(v_cache, table, token0, token0 < end, kvh, BLOCK_SIZE, TOKEN, D)
-    after_previous(PDL)
+    after_previous(PDL, NEXT=PEEL)  # few programs let the next kernel start early; of many, it would take the room
     q_row = q + i.to(tl.int64) * stride_q
     m = tl.full([BLOCK_H], -1.0e30, tl.float32)
     mass = tl.zeros([BLOCK_H], tl.float32)
