@@ -43,6 +43,8 @@ def _heads(fields: Fields, config: ModelConfig) -> tuple[tuple[int, int], ...]:
     own: Any = fields.raw.get("per_layer_config")
     if own is None:
         own = {str(i): whole for i in range(config.num_layers) if not config.window(i)}
+    if isinstance(own, dict):  # transformers 5 writes numbers of equal length: "05", "11"
+        own = {key.lstrip("0") or key[-1:]: each for key, each in own.items()}
     names = {str(i) for i in range(config.num_layers)}
     if not isinstance(own, dict) or not all(
         key in names and isinstance(each, dict) and each.keys() <= set(OF_A_LAYER) for key, each in own.items()

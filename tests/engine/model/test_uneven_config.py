@@ -55,6 +55,8 @@ def test_per_layer_config_says_the_same_as_the_fields_of_layers_without_a_window
     fields = read(tmp_path, attention_k_eq_v=True, num_global_key_value_heads=1)
     own = {str(i): {"head_dim": 32, "num_key_value_heads": 1} for i in (1, 3, 5)}
     assert read(tmp_path, attention_k_eq_v=True, global_head_dim=..., per_layer_config=own) == fields
+    own = {f"0{i}": each for i, each in own.items()}  # as with more than ten layers: they are written with equal length
+    assert read(tmp_path, attention_k_eq_v=True, global_head_dim=..., per_layer_config=own) == fields
 
 
 def test_without_layer_types_every_sixth_layer_and_the_last_has_full_attention(tmp_path: Path) -> None:
