@@ -102,7 +102,7 @@ class Commands(ChatCommands):
 
     def do_prefix(self, _: str) -> None:
         if not self.app.feed.live:
-            raise EngineError(f"{self.app.view.history.missing}: try again in a moment")
+            raise EngineError(f"{self.app.view.history.missing}: there are no requests yet")
         self.app.push_screen(PrefixScreen())
 
     def do_step10(self, _: str) -> None:
@@ -152,7 +152,7 @@ class Commands(ChatCommands):
 
     def do_reset(self, _: str) -> None:
         if not self.app.feed.live:
-            raise EngineError(f"{self.app.view.history.missing}: try again in a moment")
+            raise EngineError(f"{self.app.view.history.missing}: there is nothing to start over")
         self.app.run_worker(self.app.start_over(), group="start", exclusive=True)
 
     def do_restart(self, _: str) -> None:

@@ -224,6 +224,7 @@ class AppBase(Notices):
     async def _start(self, again: bool = False) -> None:
         load_codec = self._load_codec
         assert load_codec is not None
+        self.view.history.missing = self.source.missing
         self.progress = {"text": self.source.missing}
         self.phases = Phases("the application", age_s=0.0 if again else None)
         self.view.history.phases = self.phases.report
@@ -232,6 +233,7 @@ class AppBase(Notices):
             codec = await asyncio.to_thread(load_codec, self.source.info)
         except EngineError as error:
             self.progress = None
+            self.view.history.missing, self.view.history.phases = "the engine could not start", list
             self.chats.cancel_all(f"The engine could not start: {error}")  # no engine will answer waiting questions
             self._show_engine_down("The engine could not start", str(error))
             return

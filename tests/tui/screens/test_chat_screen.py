@@ -583,10 +583,12 @@ async def test_an_answer_cancelled_twice_ends_without_the_engines_word():
 
 
 async def test_an_engine_that_cannot_start_says_why():
-    async with running(FakeSource(start_error="there is not enough memory for this model")) as (app, pilot, _screen):
+    async with running(FakeSource(start_error="there is not enough memory for this model")) as (app, pilot, screen):
         await until(pilot, lambda: isinstance(app.screen, EngineDownDialog))
         assert "not enough memory" in "".join(str(s.render()) for s in app.screen.query("Static"))
         assert not app.session.messages or app.session.state == "error"
+        rail = screen.query_one("#rail")
+        await until(pilot, lambda: all("the engine could not start" in panel.text for panel in rail.query(LinePanel)))
         await press(pilot, "q")
     assert app.return_code == 1
 
