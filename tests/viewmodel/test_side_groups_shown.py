@@ -238,9 +238,9 @@ def test_the_inspector_names_the_pages_of_requests_nodes_and_blocks() -> None:
             places = kept_places(pool, node)
             assert places == [i for i, block in enumerate(node.blocks) if block in pool.kept]
             assert (f"{len(places)} " in lines[pool.group.name]) == bool(places)
-    states = state.groups[1]
-    block, slot = next(iter(states.kept.items()))
-    assert f"checkpoint in slot {slot}" in dict(tell(view, "block", block).lines)["state"]
+    for pool, unit in zip(state.groups, ("page", "checkpoint in slot"), strict=True):
+        block, page = next(iter(pool.kept.items()))
+        assert dict(tell(view, "block", block).lines)[pool.group.name].startswith(f"{unit} {page}, ")
 
 
 def test_the_order_of_eviction_of_a_group_is_the_engines() -> None:

@@ -15,7 +15,7 @@ from minitui.viewmodel.history.spans import parts_of
 from minitui.viewmodel.history.steps import StepRow
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.state.annotated_state import STATE_NAMES
-from minitui.viewmodel.state.side_groups import held_words, kept_words, of_block, unit
+from minitui.viewmodel.state.side_groups import held_words, kept_words, of_block
 from minitui.viewmodel.state.tree import quoted, without_markup
 from minitui.viewmodel.words.request_words import first_token_words, why_first
 
@@ -169,9 +169,9 @@ def _block(view: View, block: int) -> Story:
         why = "not in the tree yet, because the block is not full or has tokens not known yet"
         story.tell("tokens", f"private: {why if view.history.caching else 'the prefix cache is off'}")
     for pool, page, held in of_block(state, block):
-        name = "checkpoint" if pool.group.kind == "state" else "page"
+        name = "checkpoint in slot" if pool.group.kind == "state" else "page"
         by = f"read by {listed([f'r{request.id}' for request, _ in held])}" if held else "cached"
-        story.tell(pool.group.name, f"{name} in {unit(pool.group)} {page:,}, {by}")
+        story.tell(pool.group.name, f"{name} {page:,}, {by}")
     copies = copies_of(state, block)
     if copies:
         story.tell("copies", f"the same text is also in {ranges(sorted(copies))}")
