@@ -101,7 +101,7 @@ def match_reason(
         words += f", {duration(again_ms)}"
     if cached == 0:
         words = words.replace("the rest", "the beginning")
-        words = words.replace("the nearest checkpoint is at {cached}", "no checkpoint is before its end")
+        words = words.replace("the nearest checkpoint is at {cached}", "but no checkpoint is in them")
     again = at - cached if isinstance(at, int) and cached is not None else None
     for name, value in ("at", at), ("cached", cached), ("again", again):
         words = words.replace(f"{{{name}}}", f"{value:,}" if isinstance(value, int) else "?")

@@ -31,7 +31,7 @@ CAUSES = {  # cause -> (whose fault it is, what to change)
     "another replica": ("routing", "route a chat to the replica that has its prefix"),
     "eviction": ("server", "a larger pool, or fewer requests between two turns"),
     "window": ("server", "nothing: the window of this model does not keep what it needs to go on"),
-    "checkpoint": ("server", "checkpoints at shorter intervals"),
+    "checkpoint": ("server", "checkpoints at shorter intervals (--checkpoint-interval of minitui)"),
     "unknown": ("unknown", "the server does not tell why: watch it with minitui, or read its log"),
 }
 DATE = re.compile(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from minitui.prefix.diagnose import ALIKE, CAUSES, ROUNDING, Finding
-from minitui.text import count
+from minitui.text import count, duration
 from minitui.visible import visible_line
 
 MOST_CAUSES = 3
@@ -73,7 +73,7 @@ def what_costs(summary: Summary) -> list[str]:
     """Returns what cost most, and what to change."""
     out = []
     for costly in summary.causes[:MOST_CAUSES]:
-        seconds = "" if costly.seconds is None else f", {costly.seconds:.2f} s"
+        seconds = "" if costly.seconds is None else f", {duration(costly.seconds * 1e3)}"
         out.append(
             f"{costly.cause}: {count(costly.tokens, 'token')}{seconds} in {count(costly.requests, 'request')}. "
             f"Change: {CAUSES[costly.cause][1]}."
@@ -93,7 +93,7 @@ def lines(findings: Sequence[Finding], source: str) -> list[str]:
         + (" (estimated from characters)" if summary.estimated else ""), heading(summary), "",
     ]
     for one in (each for each in findings if each.cause not in WELL):
-        fault, seconds = CAUSES[one.cause][0], "" if one.seconds is None else f", {one.seconds:.2f} s"
+        fault, seconds = CAUSES[one.cause][0], "" if one.seconds is None else f", {duration(one.seconds * 1e3)}"
         out.append(f"r{one.number}: {one.cause} ({fault}): {count(one.lost, 'token')} lost{seconds}")
         if one.ancestor is not None:
             where = f"; {one.where}" if one.where else ""

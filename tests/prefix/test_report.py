@@ -8,7 +8,9 @@ from dataclasses import replace
 from typer.testing import CliRunner
 
 from minitui.cli.main import app
+from minitui.prefix.diagnose import Finding
 from minitui.prefix.recorded import findings_in
+from minitui.prefix.report import lines
 from minitui.prefix.session import FORMAT
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
@@ -43,6 +45,11 @@ def test_the_summary_and_the_exit_code(tmp_path):
     assert doctor(tmp_path / "log", "--fail-below", kept - 0.01).exit_code == 0
     assert doctor(tmp_path / "log", "--fail-below", kept + 0.01).exit_code == 1
     assert "| tools reordered | client | 1 |" in doctor(tmp_path / "log", "--markdown").stdout
+
+
+def test_a_short_time_is_not_told_as_zero():
+    [line] = [line for line in lines([Finding(4, 53, 16, 0, 16, "checkpoint", 3, seconds=0.0029)], "x") if "r4" in line]
+    assert line == "r4: checkpoint (server): 16 tokens lost, 2.90 ms"
 
 
 def test_what_is_missing_without_a_cause_is_not_denied(tmp_path):

@@ -142,6 +142,6 @@ def test_the_two_workloads_of_vllm_45238_are_explained_to_the_token(make, shared
     assert {n for n, *_ in first} == {0} and {stop for _, stop, *_ in first} <= {"empty", "differs"}
     assert Counter(second) == {(0, "state", whole, f"0 of {LENGTH:,} tokens, cut by state"): TEXTS}
     cached, stop, at, detail = second[0]
-    words = f"full attention has {whole:,} tokens, no checkpoint is before its end: {whole:,} tokens again"
+    words = f"full attention has {whole:,} tokens, but no checkpoint is in them: {whole:,} tokens again"
     assert match_reason(stop, at, cached, detail) == words, "what the panels say"
     assert {n for n, *_ in later} == {whole}

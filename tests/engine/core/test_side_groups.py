@@ -119,7 +119,7 @@ def test_with_one_checkpoint_a_shift_of_a_hundred_tokens_is_told_to_the_token(sh
     stop, at, detail = requests[1].match
     assert (stop, at, detail) == ("state", 1056, "0 of 2,100 tokens, cut by state")
     words = match_reason(stop, at, requests[1].cached_tokens, detail)
-    assert words == "full attention has 1,056 tokens, no checkpoint is before its end: 1,056 tokens again"
+    assert words == "full attention has 1,056 tokens, but no checkpoint is in them: 1,056 tokens again"
 
 
 @WORKLOADS
