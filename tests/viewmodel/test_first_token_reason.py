@@ -104,7 +104,9 @@ def test_another_program_before_the_first_token_is_named(at: str) -> None:
     assert row.queue_ms is not None and row.prefill_ms is not None
     reason = explain_first_token(view, lane, row.queue_ms, row.prefill_ms)
     assert reason is not None and reason.by_key["other_program"] == pytest.approx(STALL_MS, rel=0.05)
-    assert "another program on the core " in first_token_words(row, reason)
+    words = first_token_words(row, reason)
+    assert "another program on the core " in words
+    assert ("rest of the queue " in words) == (at == "queue"), "the parts add up: to both sums, or to the prefill"
     assert reason.unexplained < 0.05 * STALL_MS
 
 

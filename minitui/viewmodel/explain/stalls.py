@@ -317,7 +317,7 @@ def explain_first_token(view: View, lane: Lane, queue_ms: float, prefill_ms: flo
         row, part = _before(view, view.history.steps.get(step + 1)) if step < first else None, 0.0
     pauses = _pauses(view, row, part, queue_ms)
     causes = [*pauses, *(cause for reason in found for cause in reason.causes)]
-    causes.append(Cause("queue", queue_ms - sum(cause.ms for cause in pauses), "queue"))
+    causes.append(Cause("rest of the queue" if pauses else "queue", queue_ms - sum(p.ms for p in pauses), "queue"))
     if without:
         causes.append(Cause("steps without this request", without, "other_steps"))
     last, committed = view.history.steps.get(own[-1]), 0.0
@@ -352,8 +352,9 @@ def _pauses(view: View, row: StepRow | None, after: float, queue_ms: float) -> l
     `after` ms before the step's results."""
     found = []
     while row is not None and row.took_ms is not None and row.parts is not None and queue_ms > 0:
-        within = min(queue_ms, row.took_ms - after)
-        reason = explain(row, view.models.of(row.step))
+        within, parts = min(queue_ms, row.took_ms - after), row.parts
+        paused = parts.gc or parts.delayed or parts.stops  # most steps have no pause, and a queue has many steps
+        reason = explain(row, view.models.of(row.step)) if paused else None
         for cause in reason.causes if reason is not None else ():
             ms = cause.ms - (row.took_ms - within)  # the pause may lie in the rest of the step
             if cause.key in PAUSES and ms > 0:

@@ -64,8 +64,8 @@ def first_token_words(row: RequestFigures, reason: Reason | None = None) -> str:
             return f"{so_far}, in the queue{paused}"
         return (so_far if row.queue_ms is None else f"{so_far}, queue {ms(row.queue_ms)} of it") + paused
     why = ""
-    if reason is not None:  # the queue's time is in the sum already
-        why = f": {replace(reason, causes=tuple(cause for cause in reason.causes if cause.key != 'queue'))}"
+    if reason is not None:  # the queue's time is in the sum already, but not what pauses in it leave
+        why = f": {replace(reason, causes=tuple(cause for cause in reason.causes if cause.name != 'queue'))}"
     parts = f"queue {ms(row.queue_ms or 0.0)} + prefill {ms(row.prefill_ms or 0.0)}"
     if paused:
         paused = f" (not counted:{paused.removeprefix(' and')})"
