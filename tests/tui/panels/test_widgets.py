@@ -541,6 +541,16 @@ def test_the_block_table_lists_the_requests_blocks_in_order():
         assert marks.count("×") == sum(allocator.holders(b) > 1 for b in request.table[: request.planned // 16])
 
 
+def test_the_block_table_beside_a_chat_leaves_out_what_does_not_fit():
+    _, view = stress_view(CLASSROOM, 2.0, 10)
+    request = view.history.live.state.requests[view.subject()]
+    view.texts.group_names[request.group] = "#2 Hello there, tell me about paging"
+    for block in request.table:
+        view.history.live.state.holders[block] = 2
+    head = body(BlockTable(), view, 35, 4)[0].rstrip()
+    assert head == f"#2·r{request.id} Hello there, tel…  {len(request.table)} blocks"
+
+
 def test_a_long_block_table_shows_both_ends_and_how_many_lie_between():
     stress, view = stress_view(Load(blocks=400, chats=1, reply=(900, 1000), think=0.01, paste=0.0), 3.2, 10)
     request = stress.scheduler.running[0]

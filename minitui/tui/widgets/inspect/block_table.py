@@ -56,6 +56,7 @@ class BlockTable(LinePanel):
         blocks, tokens = count(len(request.table), "block"), count(computed, "token")
         others = f", {shared} shared" if shared else ""
         texts = [f"  {blocks} for {tokens}{others}", f"  {blocks}, {tokens}{others}", f"  {blocks}{others}"]
+        texts += [f"  {blocks}"]
         texts = [texts[0] + " with others", *texts] if shared else texts
         state = "" if request.state == "running" else f"  {request.state}"
         head = _head(line, name, texts, state, width, height)
