@@ -66,6 +66,7 @@ class Played:
     preemptions: int = 0
     drafted: int = 0
     accepted: int = 0
+    left: int = 0  # tokens of its prompt that were not computed when it was aborted
     finished: bool = False
     running: bool = False  # since before the recording: the run computes no token of its prompt
     tokens: list[float] = field(default_factory=list)
@@ -345,8 +346,9 @@ class Player:
             heapq.heappush(self._leaves, (self.device.now + stayed, next(self._order), request.id))
 
     def _abort(self, id: int) -> None:
-        request = self.engine.scheduler.requests.get(id)
-        if request is not None and self.engine.abort(id):
+        if (request := self.engine.scheduler.requests.get(id)) is not None:
+            self.played[id].left = max(0, request.prompt_len - max(request.planned, request.lost))
+            self.engine.abort(id)
             self._finished(id, request)
 
     def _emitted(self, emitted: list[Emitted]) -> None:
@@ -388,7 +390,7 @@ class Player:
             requests=len(every), finished=sum(one.finished for one in every), time=time, steps=self.steps,
             replies=replies, tok_s=replies / time * 1e3 if time else None,
             tokens_a_step=replies / self.steps if self.steps else None, prompt_tokens=prompts, cached=cached,
-            computed=sum(one.asked.prompt for one in joined) - cached, twice=self.twice, firsts=len(firsts),
+            computed=sum(one.asked.prompt - one.left for one in joined) - cached, twice=self.twice, firsts=len(firsts),
             first_p50=first_p50, first_p99=first_p99, gaps=len(gaps), gap_p50=gap_p50, gap_p99=gap_p99,
             gap_longest=float(gaps.max()) if len(gaps) else None, longest=None, delayed=None,
             preemptions=sum(one.preemptions for one in every), evicted=self.evicted,

@@ -161,14 +161,18 @@ def test_a_target_for_gaps_is_recorded_and_learns_from_the_played_times(traced, 
     assert LEAST < player.engine.scheduler.gaps.tokens < 40  # 1 ms a token: only 39 would fit
 
 
-@pytest.mark.parametrize("speculation", [0, 4])
-def test_figures_are_those_of_the_records(speculation, tmp_path):
+@pytest.mark.parametrize(("speculation", "leave"), [(0, False), (4, False), (0, True)])
+def test_figures_are_those_of_the_records(speculation, leave, tmp_path):
+    """`leave`: some requests end before their first token: in the queue, or when a part of the prompt is computed."""
     small = replace(BASE, blocks=60, budget=24, speculation=speculation)
     real(tmp_path / "run.trace", small, 1, closed=True, echo=bool(speculation))
     question = Question(tmp_path / "run.trace", "closed")
     assert question.figures == Run(recorded_view(question.reader)).figures
+    for n, one in enumerate(question.recorded.requests[::4] if leave else ()):
+        one.reply, one.reason, one.ended = 0, "abort", one.at + (n + 1) * 2e-4
     player = question.play(question.setting, traced=True)
     told, seen = asdict(player.figures), asdict(Run(player.view("played")).figures)
+    assert len({one.left > 0 for one in player.played.values()}) == 1 + leave
     for name in ("requests", "finished", "steps", "replies", "computed", "cached", "twice", "evicted", "preemptions"):
         assert told[name] == seen[name], name
     for name in ("gaps", "first_p50", "first_p99", "gap_p50", "gap_p99"):
