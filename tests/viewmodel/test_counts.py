@@ -140,7 +140,8 @@ def test_a_duration_has_one_text(at_end: Shown, tmp_path: Path) -> None:
         int(step.replace(",", "")): text
         for line in at_end.lines
         for step, text in re.findall(
-            r" s  step ([\d,]+)  .*? tokens(?: · [\d,]+ waiting)? · (?:ready )?([\d.,]+ m?s)", line
+            r" s  step ([\d,]+)  .*? tokens(?: · [\d,]+ waiting)? · (?:[\d.,]+ m?s on the device, ready )?([\d.,]+ m?s)",
+            line,
         )
     }
     assert len(told) > 5
@@ -148,8 +149,8 @@ def test_a_duration_has_one_text(at_end: Shown, tmp_path: Path) -> None:
         row = view.history.steps.get(step)
         assert row is not None and row.took_ms is not None
         assert told[step] == duration(row.took_ms) == duration(took.get(step, row.took_ms))
-        took_in_words = dict(tell(view, "step", step).lines)["took"].removeprefix("ready ")
-        assert took_in_words.startswith((f"{told[step]};", f"{told[step]} after step {step - 1:,}; "))
+        in_words = dict(tell(view, "step", step).lines)["took"].split(" on the device, ready ")[-1]
+        assert in_words.startswith((f"{told[step]};", f"{told[step]} after step {step - 1:,};"))
     markdown = export(at_end.reader.path, "md", tmp_path / "a.md").read_text()
     for row in at_end.requests:
         lane = view.history.lanes.lanes[row["request"]]

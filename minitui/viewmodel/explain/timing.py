@@ -127,12 +127,12 @@ USUAL = "usual "  # begins the last part of `why_briefly`, which may be left out
 
 def took_words(row: StepRow) -> str:
     """Returns how long a step took: "5.24 ms". A step that began on the device before the results of the step before it
-    arrived: "ready 1.52 ms after step 362; the device worked 20.4 ms on it"."""
+    arrived: "20.4 ms on the device, ready 1.52 ms after step 362"."""
     if row.took_ms is None:
         return ""
     if row.device_ms is None or row.device_ms <= OVERLAPPED * row.took_ms + 0.05:
         return f"{ms(row.took_ms)} ms"
-    return f"ready {ms(row.took_ms)} ms after step {row.step - 1:,}; the device worked {ms(row.device_ms)} ms on it"
+    return f"{ms(row.device_ms)} ms on the device, ready {ms(row.took_ms)} ms after step {row.step - 1:,}"
 
 
 def why_briefly(row: StepRow, model: CostModel | None) -> str:

@@ -49,8 +49,7 @@ def narrate(view: View, step: int) -> str:
         *_finishes(events),
     ]
     if sentences and (why := why_long(view, row)):
-        took = took_words(row)
-        sentences.append(f"It {'was' if took.startswith('ready') else 'took'} {took} ({why}).")
+        sentences.append(f"It took {took_words(row).replace(', ready', ' and was ready')} ({why}).")
     return " ".join(sentences)
 
 
