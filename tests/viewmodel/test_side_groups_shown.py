@@ -108,6 +108,8 @@ def test_each_group_has_a_strip_with_the_numbers_of_its_pool() -> None:
         assert row.startswith(strip.name) and f"of {strip.total}" in row and len(row) == 100
         for name, number in zip(("free", "active", "shared", "cached"), strip.counts, strict=True):
             assert f"{name} {number:,}" in row
+    for strip, row in zip(found, texts(strip_rows(state, 34)), strict=True):  # half of 80 columns
+        assert row.rstrip().endswith(f" {strip.total - strip.counts[0]:,}/{strip.total:,}")
     [one] = texts([side_strips(state, 100)])
     assert "window 12" in one and "state" in one and len(one) == 100
     for width, height in ((76, 20), (100, 30), (160, 50)):

@@ -130,7 +130,8 @@ def strip_rows(state: State, width: int) -> list[Runs]:
     for strip in found:
         head, of = lead(strip, strip.name.ljust(names)).to(names + 7), f"of {count(strip.total, strip.unit)}"
         without_names = [*_figures(strip), (f"of {strip.total:,}", "dim")]
-        rows.append(_pool_row(strip, head, width, [*legend(strip), (of, "dim")], without_names))
+        used = [(f"{strip.total - strip.counts[FREE]:,}/{strip.total:,}", "ink")]
+        rows.append(_pool_row(strip, head, width, [*legend(strip), (of, "dim")], without_names, used))
     return rows
 
 
