@@ -140,7 +140,7 @@ def test_a_duration_has_one_text(at_end: Shown, tmp_path: Path) -> None:
         int(step.replace(",", "")): text
         for line in at_end.lines
         for step, text in re.findall(
-            r" s  step ([\d,]+)  .*? tokens(?: · [\d,]+ waiting)? · (?:[\d.,]+ m?s on the device, ready )?([\d.,]+ m?s)",
+            r" s  step ([\d,]+)  .*? tokens(?: · [\d,]+ waiting)? · (?:[\d.,]+ ms on the device, ready )?([\d.,]+ m?s)",
             line,
         )
     }
