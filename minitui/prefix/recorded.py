@@ -101,7 +101,7 @@ def parts_of_text(text: str) -> list[Part]:
             found += [Part(kind, message[last : piece.start()])]
             last = piece.end()
             lines = (piece["tools"] or "").split("\n")
-            found += [Part("tool", line) for line in lines if line] or [Part("thinking", piece["thinking"])]
+            found += [Part("tool", line) for line in lines if line] or [Part("thinking", piece["thinking"] or "")]
         found.append(Part(kind, message[last:]))
         if marker:
             kind, at = next(name for name in marker.groups() if name), marker.end()

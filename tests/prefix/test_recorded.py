@@ -145,10 +145,10 @@ def test_a_recording_without_requests_is_refused_whatever_its_file_is_called(tmp
 
 def test_the_parts_of_a_prompt():
     text = (
-        '<|im_start|>system\nBe brief.\n<tools>\n{"a": 1}\n{"b": 2}\n</tools>\nNow.<|im_end|>\n'
+        '<|im_start|>system\nSee <tools></tools>:\n<tools>\n{"a": 1}\n{"b": 2}\n</tools>\nNow.<|im_end|>\n'
         "<|im_start|>assistant\n<think>hm</think>Yes.<|im_end|>\n<|im_start|>assistant\n"
     )
     kinds = [part.kind for part in parts_of_text(text)]
-    assert kinds == ["system", "tool", "tool", "system", "thinking", "assistant"]
+    assert kinds == ["system", "system", "tool", "tool", "system", "thinking", "assistant"]
     llama = "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
     assert [(part.kind, part.text) for part in parts_of_text(llama)] == [("user", "\n\nHi<|eot_id|>")]
