@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from engine.info import EngineInfo, Maybe, Name, is_name
-from engine.trace.kind import Bound, Counts, MaybeDuration, OrNone
+from engine.trace.kind import Bound, Counts, OrNone
 
 MOST_RANKS = 64  # data parallel ranks of another engine, behind one address
 
@@ -37,7 +37,6 @@ class ServerInfo(EngineInfo):
     telemetry_ports: Counts = field(default_factory=list)  # of all ranks
     rank: OrNone = -1
     async_scheduling: Maybe = None
-    recording_us: MaybeDuration = None  # the mean time per step that vLLM's process spends on the recording
 
 
 @functools.lru_cache(64)

@@ -140,7 +140,7 @@ class Replica:
         if info is not None and not info:
             raise EngineDead(LOADING)
         if info is not None:
-            info = replace(info, began="", recording_us=None)  # these change while the same server runs
+            info = replace(info, began="")  # changes while the same server runs
         source = self.source
         same = source is not None and info == self._info
         if same and (not isinstance(source, OpenAISource) or await source.list_models() == source.models):

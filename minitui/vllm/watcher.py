@@ -26,7 +26,6 @@ import os
 import signal
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,12 +61,7 @@ class Feed:
     def __init__(self, translator: Translator) -> None:
         self._translator = translator
         facts = {**translator.info, "model_dir": _tokenizer_directory(translator.info)}
-        self._info = ServerInfo.from_json(json.loads(json.dumps(facts, default=str)))
-
-    @property
-    def info(self) -> ServerInfo:
-        """Facts about vLLM. recording_us: the mean time per step that vLLM's process spends on the recording."""
-        return replace(self._info, recording_us=self._translator.cost_us)
+        self.info = ServerInfo.from_json(json.loads(json.dumps(facts, default=str)))
 
     async def snapshot(self) -> dict[str, Any]:
         return self._translator.blocks.state.snapshot()
