@@ -146,13 +146,16 @@ def _describe(error: RequestValidationError) -> ApiError:
     """Returns an ApiError that names the first wrong field. The field's value is not quoted: it may be large."""
     found = error.errors()
     first = found[0]
-    # A field of several types has an error for each of them. The deepest is about the type that the caller meant.
+    # A field of several types has an error for each of them. The deepest is about the type that the caller meant; but
+    # only of that type is a list too long.
     same = [each for each in found if each["loc"][:2] == first["loc"][:2]]
     fields = [_field(each["loc"], error.body, each["type"] == "missing") for each in same]
-    best = max(range(len(same)), key=lambda i: (len(fields[i]), not same[i]["type"].endswith("_type")))
+    kinds = [each["type"] for each in same]
+    best = max(range(len(same)), key=lambda i: (kinds[i] == "too_long", len(fields[i]), not kinds[i].endswith("_type")))
     param = ".".join(fields[best]) or None
     message = str(same[best]["msg"]).removeprefix("Value error, ").replace(" after validation", "")
-    return ApiError(400, f"{param or 'the body'}: {message[:1].lower()}{message[1:]}", param, same[best]["type"])
+    message = message.removesuffix(" or object to extract fields from").replace("a valid dictionary", "a JSON object")
+    return ApiError(400, f"{param or 'the body'}: {message[:1].lower()}{message[1:]}", param, kinds[best])
 
 
 def _field(location: Sequence[str | int], body: Any, missing: bool) -> list[str]:

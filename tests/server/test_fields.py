@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,12 @@ def test_an_error_names_the_field_as_the_caller_spells_it(server: Running, body:
     error = server.post(CHAT, body).json()["error"]
     assert error["param"] == param or error["param"].startswith(param + "."), error
     assert "[" not in error["param"] and "constrained" not in error["param"]
+
+
+def test_a_list_of_too_many_prompts_and_a_body_that_is_no_object_are_told_as_such(server: Running) -> None:
+    error = server.post(TEXT, {"prompt": ["a"] * 300}).json()["error"]
+    assert re.fullmatch(r"prompt: list should have at most \d+ items, not .*", error["message"]), error
+    assert server.post(TEXT, []).json()["error"]["message"] == "the body: input should be a JSON object"
 
 
 # ---- the prompt
