@@ -119,7 +119,7 @@ class Grammars:
         value = getattr(params, field)
         try:
             closed = params.disable_additional_properties
-            request = json.dumps({"kind": field, "value": value, "closed": closed}).encode()
+            request = json.dumps({"kind": field, "value": value, "closed": closed}, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise _refusal(field, short(str(error))) from None
         digest = hashlib.sha256(request).digest()

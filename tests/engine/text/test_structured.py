@@ -134,6 +134,7 @@ def test_the_mask_says_what_may_come_next(tokenizer: Tokenizer, grammars: Gramma
         ({"regex": r"[^\s\S]"}, "regex"),  # nothing is in this class
         ({"json_schema": {"$ref": "#"}}, "json_schema"),
         ({"json_schema": wide(3000)}, "json_schema"),
+        ({"json_schema": {"type": "number", "minimum": float("inf")}}, "json_schema"),
     ],
 )
 def test_what_is_no_grammar_is_refused_at_submission(params: dict[str, Any], field: str, grammars: Grammars) -> None:
@@ -141,6 +142,7 @@ def test_what_is_no_grammar_is_refused_at_submission(params: dict[str, Any], fie
         grammars.compile(SamplingParams(**params))
     assert caught.value.field == field
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
+    assert " at line 1 column " not in str(caught.value), "a place in a text that the caller has not written"
 
 
 COSTLY = r"(?:[\p{L}\p{N}]{1,200})" * 20
