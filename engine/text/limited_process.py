@@ -107,7 +107,10 @@ class LimitedProcess:
                     kind = f"{limit:g} seconds of processor time" if limit else f"{self._limits.seconds:g} seconds"
                     raise LimitExceeded(f"did not end within {kind}") from None
                 code = None if process is None else process.status
-                why = f"exit code {code}" if code is not None and code > 0 else "probably because memory ran out"
+                if code is None or code in (-signal.SIGKILL, -signal.SIGABRT):
+                    why = "probably because memory ran out"
+                else:
+                    why = f"exit code {code}" if code >= 0 else signal.strsignal(-code)
                 raise LimitExceeded(f"ended its process ({why})") from None
 
     def _ask_at_once(self, request: bytes, seconds: float) -> tuple[bytes, bytes]:

@@ -148,7 +148,8 @@ HARM = {
     "catches everything": ("while True:\n        try:\n            while True: pass\n"
                            "        except BaseException: pass", "did not end"),
     "keeps all memory": ("kept = []\n    while True: kept.append(bytes(1 << 22))", "an exercise may use (256 MiB)"),
-    "kills its process": ("import os\n    os._exit(3)", "the code ended its process (exit code 3)"),
+    "kills its process": ("import os\n    os._exit(0)", "the code ended its process (exit code 0)"),
+    "crashes": ("import ctypes\n    ctypes.string_at(0)", "the code ended its process (Segmentation fault"),
     "tries all it may not do": (TRIES, "`evict` called exit in line"),
 }
 
