@@ -110,7 +110,7 @@ class LimitedProcess:
                 if code is None or code in (-signal.SIGKILL, -signal.SIGABRT):
                     why = "probably because memory ran out"
                 else:
-                    why = f"exit code {code}" if code >= 0 else signal.strsignal(-code)
+                    why = f"exit code {code}" if code >= 0 else f"{signal.strsignal(-code)}"
                 raise LimitExceeded(f"ended its process ({why})") from None
 
     def _ask_at_once(self, request: bytes, seconds: float) -> tuple[bytes, bytes]:
