@@ -221,6 +221,8 @@ def some_forms() -> None:
     four_bits.few(half(64, 4096), matrix, four_bits.few_form(64, matrix, True))
     for tokens in (64, 100):
         eight_bits.byte_linear(half(tokens, 4096), scaled(4096, 4096, 0, torch.int8))
+    if eight_bits.card().capability >= (8, 9):
+        eight_bits.back_to_hidden(half(64, 4096), scaled(4096, 4096, 0))
 
 
 @pytest.mark.parametrize("part", PARTS if os.environ.get("ALL_FORMS") else [some_forms])
