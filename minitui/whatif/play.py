@@ -322,7 +322,7 @@ class Player:
         params = SamplingParams(max_tokens=max(1, asked.most - n))
         try:  # not Engine.add_request: a recording's ids need no check
             request = Request(
-                len(self._came) + 1, ids[:n], params, 0, scheduler.limit_for(n, params), STOPS, asked.group,
+                asked.id, ids[:n], params, 0, scheduler.limit_for(n, params), STOPS, asked.group,
                 priority=asked.priority, cache_salt=_salt(asked.salt), prompt_len=n,
             )
             scheduler.add(request)

@@ -43,7 +43,9 @@ def test_another_setting_beside_the_recording(tmp_path):
 
 
 def test_a_bundled_recording_of_vllm():
-    data = json.loads(output("replay", "vllm-8b", "--what-if", "blocks=2400", "--json"))
+    data = json.loads(output("replay", "vllm-8b", "--what-if", "blocks=2400", "--json", "--requests"))
+    first, second = ([one["request"] for one in run["requests"]] for run in data["runs"])
+    assert first[0] == 1084 and sorted(first) == sorted(second), "a request has the same number in both runs"
     recorded, played = (run["figures"] for run in data["runs"])
     assert recorded["preemptions"] == 20 and played["preemptions"] == 0
     assert played["prompt_tokens"] == recorded["prompt_tokens"]
