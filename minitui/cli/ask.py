@@ -69,6 +69,8 @@ async def ask_source(
     try:
         with Status(sys.stderr) as status:
             await source.start(status)
+        for note in source.info.notes:
+            print(note, file=sys.stderr)
         chats = Chats(source, sampling=sampling)
         chats.use(await asyncio.to_thread(load, source.info))
         session = chats.new(system)

@@ -188,6 +188,8 @@ def run_serve(
             header, variable = (" -H 'Authorization: Bearer KEY'", "MINITUI_KEY=KEY ") if settings.keys else ("", "")
             if phases is not None:
                 print(*phases.report(), sep="\n", file=out)
+            for note in host.service.info.notes:
+                print(note, file=out)
             print(f"{host.service.model} is served at {host.url}", file=out, flush=True)
             print(f"  curl {host.url}/v1/chat/completions{header} -d '{EXAMPLE}'", file=out, flush=True)
             print(f"  {variable}minitui chat --connect {host.url}", file=out, flush=True)

@@ -202,9 +202,11 @@ def test_the_command_line_comes_before_the_settings_and_those_before_the_checkpo
 
 
 async def test_ask_streams_and_closes_the_engine(capsys):
-    source = FakeSource()
+    source = FakeSource(notes=["torch computes the steps"])
     assert await ask_source(source, "why?", "Be brief.", Sampling(), False, load=lambda info: ByteCodec()) == 0
-    assert capsys.readouterr().out == "A **block table** maps positions to blocks.\n"
+    told = capsys.readouterr()
+    assert told.out == "A **block table** maps positions to blocks.\n"
+    assert told.err.startswith("torch computes the steps\n")
     assert source.closed
 
 

@@ -30,7 +30,10 @@ class CPUSteps(Executor):
         model, kind, size = loaded.model, loaded.quantization, loaded.block_size
         self.compiled: CompiledDecoder | None = None  # None: the kernels cannot run this model
         in_float32 = loaded.dtype == loaded.kv_dtype == torch.float32
-        if in_float32 and not CompiledDecoder.why_not(model.config, kind, size):
+        why_not = CompiledDecoder.why_not(model.config, kind, size) if in_float32 else "they compute in float32"
+        if why_not:
+            loaded.notes += (f"torch computes the steps, without our compiled kernels: {why_not}",)
+        else:
             self.compiled = CompiledDecoder(model, loaded.pool, kind, size, loaded.max_model_len)
             self._prompts = Eager(loaded, model=self.compiled)
 

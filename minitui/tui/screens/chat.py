@@ -126,7 +126,7 @@ class ChatScreen(BaseScreen[None]):
         now = time.monotonic()
         if now - self._text_at >= TEXT_EVERY or self.transcript.session is not app.session:
             self._text_at = now
-            self.transcript.paused = app.waits_text
+            self.transcript.paused, self.transcript.notes = app.waits_text, app.source.info.notes
             self.transcript.show(app.session)
         # Each frame paints half of the panels: painting all panels would delay the handling of a key. When the picture
         # stops (frozen, paused, in the past), or a stopped picture shows another moment, all are painted at once.
@@ -163,6 +163,9 @@ class ChatScreen(BaseScreen[None]):
             rows.append(([], None))
         for key, what in (*self.WELCOME_KEYS, ("?", "help on this screen, and all keys")):
             add(what, "dim", f"esc {key}  ", partial(app.press, f"esc {key}"))
+        for note in self.transcript.notes:
+            rows.append(([], None))
+            add(note, "dim")
         return rows
 
     # ---- messages

@@ -160,9 +160,10 @@ class FakeSource(Source):
         speed: float = 0.0,
         start_error: str = "",
         loads_at_once: bool = True,
+        notes: Sequence[str] = (),
     ) -> None:
         self.runner = ScriptedRunner(num_blocks, 16, answer)
-        self.speed, self.start_error = speed, start_error
+        self.speed, self.start_error, self.notes = speed, start_error, list(notes)
         self.loaded = asyncio.Event()
         if loads_at_once:
             self.loaded.set()
@@ -190,7 +191,7 @@ class FakeSource(Source):
         self.error = None
         self.info = EngineInfo(
             model="scripted", device="cpu", dtype="float32", num_blocks=self.runner.num_blocks - 1, block_size=16,
-            max_model_len=4096, vocab_size=VOCABULARY, generation={"temperature": 0.0},
+            max_model_len=4096, vocab_size=VOCABULARY, generation={"temperature": 0.0}, notes=self.notes,
         )
         self._ready.set()
         self._loop = asyncio.get_running_loop().create_task(self._run())

@@ -582,6 +582,14 @@ async def test_an_answer_cancelled_twice_ends_without_the_engines_word():
         assert app.session.messages[-1].state == "cancelled"
 
 
+async def test_an_empty_chat_shows_what_the_engine_says_about_itself():
+    source = FakeSource(loads_at_once=False, notes=["the weights are rounded to 8 bits"])
+    async with running(source) as (_, pilot, screen):
+        await until(pilot, lambda: "Several chats" in screen.transcript.text)
+        source.loaded.set()
+        await until(pilot, lambda: "the weights are rounded to 8 bits" in screen.transcript.text)
+
+
 async def test_an_engine_that_cannot_start_says_why():
     async with running(FakeSource(start_error="there is not enough memory for this model")) as (app, pilot, screen):
         await until(pilot, lambda: isinstance(app.screen, EngineDownDialog))

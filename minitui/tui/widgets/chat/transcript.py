@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -59,6 +59,7 @@ class Transcript(ScrollView, can_focus=True):
         self.session: Session | None = None
         self.speaker = "model"
         self.paused = ""  # said where an answer waits: the engine is paused, and what lets it run
+        self.notes: Sequence[str] = ()  # of the engine; an empty chat shows them
         self.welcome: Callable[[int], list[tuple[list[Run], Callable[[], object] | None]]] = lambda width: []
         self._blocks: list[_Block] = []
         self._rows: list[list[Run]] = []
@@ -122,7 +123,7 @@ class Transcript(ScrollView, can_focus=True):
         versions = sum(m.version for m in session.messages)
         end = (last.state, len(last.text)) if last is not None else None
         paused = last is not None and last.busy and self.paused
-        return len(session.messages), versions, end, session.system, session.note, paused
+        return len(session.messages), versions, end, session.system, session.note, paused, *self.notes
 
     def _show_rows(self, rows: list[list[Run]]) -> None:
         first = next(
