@@ -181,7 +181,8 @@ def report(found: dict[str, Any]) -> list[str]:
     if len(found["gpus"]) > 1 and "nccl" in found["ranks"]:
         lines.append(f"--tensor-parallel-size 2 to {len(found['gpus'])} splits a model over several GPUs (NCCL)")
     if not found["gpus"]:
-        some = "" if found["weights"] == "none" else f"; weights of bfloat16 checkpoints are in {found['weights']}"
+        some = f"; weights of bfloat16 checkpoints are in {found['weights']} where compiled kernels compute them"
+        some = "" if found["weights"] == "none" else some
         lines.append(f"no NVIDIA GPU that torch can use: models run on the CPU, in float32{some}")
     lines += ["", "What runs here:", "  the bundled model: yes  (minitui chat)"]
     if found["gpus"]:

@@ -272,7 +272,7 @@ def test_doctor_says_what_runs_here_and_what_to_install():
         "terminal": {"columns": 70, "rows": 20, "colours": "256", "utf8": False}, "files": {"Settings": "x"},
     }
     text = "\n".join(report(found))
-    assert "models run on the CPU, in float32; weights of bfloat16 checkpoints are in bf16" in text
+    assert "models run on the CPU, in float32; weights of bfloat16 checkpoints are in bf16 where compiled" in text
     assert "bf16" not in "\n".join(report({**found, "weights": "none"}))
     assert "Qwen3-0.6B     float32 80 ms, int8 20 ms" in text
     assert "memory is read at 30 GB/s" in text
