@@ -182,7 +182,7 @@ def _no_weights(directory: Path) -> CheckpointError:
             f"{directory} has {listed(shards)}, but neither {SINGLE} nor {INDEX}, which names the files that belong "
             f"together: download {INDEX} too"
         )
-    hint = ": download the checkpoint again"
+    hint = ": download the checkpoint again, or use --dummy-weights for random weights"
     if held:
         hint = f", only {listed(held)}: download the weights in safetensors that belong to config.json"
     if any(name.startswith(OF_TRANSFORMERS) for name in held):

@@ -81,7 +81,7 @@ def _opening(
 
 
 ENGINE = {  # option -> its help; the types and the defaults are those of EngineConfig
-    "dummy_weights": "Use random weights and read only config.json. The answers are nonsense.",
+    "dummy_weights": "Use random weights: the model needs only config.json and a tokenizer. The answers are nonsense.",
     "kv_blocks": "KV blocks in the pool. A small pool (64) fills quickly.",
     "block_size": "Tokens in a KV block.",
     "window_blocks": "Blocks in the pool of a sliding window, for models that have full attention, too.",

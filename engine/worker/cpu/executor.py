@@ -32,7 +32,7 @@ class CPUSteps(Executor):
         in_float32 = loaded.dtype == loaded.kv_dtype == torch.float32
         why_not = CompiledDecoder.why_not(model.config, kind, size) if in_float32 else "they compute in float32"
         if why_not:
-            loaded.notes += (f"torch computes the steps, without our compiled kernels: {why_not}",)
+            loaded.notes += (f"torch computes the steps, without most of our compiled kernels: {why_not}",)
         else:
             self.compiled = CompiledDecoder(model, loaded.pool, kind, size, loaded.max_model_len)
             self._prompts = Eager(loaded, model=self.compiled)

@@ -182,7 +182,7 @@ def test_weights_in_another_format_are_named(name: str, sentence: str, one: Path
         load_decoder(one)
     (one / name).unlink()
     if name == "pytorch_model.bin":
-        with pytest.raises(CheckpointError, match="download the checkpoint again"):
+        with pytest.raises(CheckpointError, match="download the checkpoint again, or use --dummy-weights"):
             load_decoder(one)
 
 

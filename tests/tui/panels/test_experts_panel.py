@@ -89,7 +89,9 @@ def test_a_cell_is_an_expert_and_its_height_what_it_got() -> None:
     )
     panel.action_layer(1)
     panel.action_layer(-1)
-    assert rows_of(view, panel, width=80)[-1].startswith("layer 0"), "there is none below the last"
+    last = rows_of(view, panel, width=90)[-1]
+    assert last.startswith("layer 0"), "there is none below the last"
+    assert last.rstrip().endswith("of 40 tokens; all 4 experts got some")
 
 
 def test_more_experts_than_cells_show_the_hottest_of_each_cell_and_more_layers_scroll() -> None:

@@ -102,7 +102,8 @@ class ExpertMap(LinePanel):
             if tokens[expert] and row.width + len(text) <= width:
                 row.add(text, "ink")
         idle = int((tokens == 0).sum())
-        tail = f"of {count(total, 'token')}; {idle} of {len(tokens)} experts got none"
+        none = f"{idle} of {len(tokens)} experts got none" if idle else f"all {len(tokens)} experts got some"
+        tail = f"of {count(total, 'token')}; {none}"
         if row.width + len(tail) <= width:
             row.add(tail, "dim")
         return row.done(width)
