@@ -39,6 +39,7 @@ class Chats:
         self.saver = Saver(store)
         self.sampling = sampling or Sampling()
         self.sessions: list[Session] = []
+        self._titles: dict[str, str] = {}  # also of removed chats: the panels still show their requests
         self.codec: Codec | None = None  # set by `use`, once the checkpoint is known
         self._usable = asyncio.Event()
         self._order = asyncio.Lock()  # questions reach the engine in the order in which they were sent
@@ -118,8 +119,9 @@ class Chats:
 
     @property
     def names(self) -> dict[str, str]:
-        """The name of each chat, by the group of the chat's requests."""
-        return {session.id: f"#{number} {session.title}" for number, session in enumerate(self.sessions, 1)}
+        """The name of each chat, by the group of the chat's requests. A removed chat has no number."""
+        self._titles |= {session.id: session.title for session in self.sessions}
+        return self._titles | {session.id: f"#{at} {session.title}" for at, session in enumerate(self.sessions, 1)}
 
     def restore(self) -> int:
         """Reopens the chats of the minitui process that was used last; returns their number. Sets `left_out`."""

@@ -461,6 +461,14 @@ def test_an_answer_that_ended_with_the_process_and_a_cancelled_one_say_so(tmp_pa
     assert describe_answer(cancelled) == [("cancelled", "bad")]
 
 
+async def test_a_removed_chat_keeps_its_title_and_loses_its_number():
+    chats = await chats_on(FakeSource())
+    first, second = chats.new(SYSTEM, "paging"), chats.new(SYSTEM, "caching")
+    assert chats.names == {first.id: "#1 paging", second.id: "#2 caching"}
+    chats.close(first)
+    assert chats.names == {first.id: "paging", second.id: "#1 caching"}
+
+
 async def test_a_chat_closed_in_mid_answer_stays_closed(tmp_path):
     store = Store(tmp_path / "chats.sqlite")
     chats, session = await in_mid_answer(store)
