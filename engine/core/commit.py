@@ -114,7 +114,7 @@ class Committer:
         plan = scheduled.plan
         self.log.append("fail", plan.step, error)
         emitted = []
-        invalid, blocks = self.cache.tree.invalidated_by(plan.step)
+        blocks = self.cache.tree.invalidated_by(plan.step)
         for request, epoch in zip(scheduled.requests, scheduled.epochs, strict=True):
             if request.epoch == epoch:
                 emitted.append(Emitted(request, None, f"error: {error}"))
@@ -122,7 +122,7 @@ class Committer:
         running = self.scheduler.running
         for request in [r for r in reversed(running) if not blocks.isdisjoint(r.table)]:
             self.scheduler.requeue(request, plan.step)
-        self.cache.tree.withdraw(plan.step, invalid)
+        self.cache.tree.withdraw(plan.step, blocks)
         for request in running:
             self.cache.resend_table(request)  # the table changes of the failed plan may not have reached the device
         return emitted

@@ -261,26 +261,28 @@ class RadixTree:
                 del self.pending[block]
             self.log.append("settle", step)
 
-    def invalidated_by(self, step: int) -> tuple[list[tuple[Node, int]], set[int]]:
-        """Returns the nodes that a failed step makes invalid, and the blocks to remove. The nodes are a list of (node,
-        number of blocks that stay valid), the deepest first. Blocks that later steps complete are removed too: their
-        first tokens may be tokens of the failed step."""
-        kept: dict[Node, int] = {}
-        for node in self.nodes.values():
-            valid = next((i for i, block in enumerate(node.blocks) if self.pending.get(block, -1) >= step), None)
-            if valid is not None:
-                kept[node] = valid
-        stack = list(kept)
+    def invalidated_by(self, step: int) -> set[int]:
+        """Returns the blocks that a failed step makes invalid: those that it writes, and all below them. Blocks that
+        later steps complete are among them: their first tokens may be tokens of the failed step."""
+        found: set[int] = set()
+        stack = [(self.root, False)]
         while stack:
-            for child in stack.pop().children.values():
-                if kept.get(child) != 0:
-                    kept[child] = 0  # a node below an invalid node is removed as a whole
-                    stack.append(child)
-        invalid = sorted(kept.items(), key=lambda item: -sum(1 for _ in item[0].path()))
-        return invalid, {block for node, keep in invalid for block in node.blocks[keep:]}
+            node, below = stack.pop()
+            pending = (i for i, block in enumerate(node.blocks) if self.pending.get(block, -1) >= step)
+            valid = 0 if below else next(pending, None)
+            if valid is not None:
+                found.update(node.blocks[valid:])
+            stack += [(child, valid is not None) for child in node.children.values()]
+        return found
 
-    def withdraw(self, step: int, invalid: list[tuple[Node, int]]) -> None:
-        """Remove the invalid blocks that `invalidated_by(step)` found. No request may hold them any more."""
+    def withdraw(self, step: int, blocks: set[int]) -> None:
+        """Remove the blocks that `invalidated_by(step)` found. No request may hold them any more."""
+        invalid: list[tuple[Node, int]] = []  # (node, number of blocks that stay valid): since then, nodes were merged
+        for node in self.nodes.values():
+            keep = next((i for i, block in enumerate(node.blocks) if block in blocks), None)
+            if keep is not None:
+                invalid.append((node, keep))
+        invalid.sort(key=lambda item: -sum(1 for _ in item[0].path()))  # the deepest first
         self.log.append("withdraw", step, [(node.id, keep) for node, keep in invalid])
         for node, keep in invalid:
             self._cut(node, keep)

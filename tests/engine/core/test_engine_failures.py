@@ -46,6 +46,22 @@ def test_an_exception_in_a_step_is_logged_with_its_traceback_and_the_engine_goes
 
 
 @pytest.mark.parametrize("when", ["on_launch", "on_wait"])
+def test_a_failed_step_of_two_prompts_that_share_their_beginning_ends_only_these(when: str) -> None:
+    """When the first ends, its node is joined with that of the other, which holds all of it. What earlier steps wrote
+    stays cached."""
+    engine = make_engine()
+    engine.add_request([1] * 9, SamplingParams(max_tokens=1))
+    run(engine)
+    both = [engine.add_request([1] * length, SamplingParams(max_tokens=5)) for length in (18, 30)]
+    fail_once(engine, RuntimeError("no kernel for that"), when)
+    run(engine, check=True)
+    assert {request.finish_reason for request in both} == {"error: RuntimeError: no kernel for that"}
+    again = engine.add_request([1] * 30, SamplingParams(max_tokens=5, ignore_eos=True))
+    run(engine, check=True)
+    assert again.finish_reason == "length" and again.cached_tokens == 8
+
+
+@pytest.mark.parametrize("when", ["on_launch", "on_wait"])
 @pytest.mark.parametrize("error", [RuntimeError(ILLEGAL), type("AcceleratorError", (RuntimeError,), {})("driver")])
 def test_after_a_cuda_error_nothing_goes_on(when: str, error: Exception) -> None:
     engine = make_engine()

@@ -158,11 +158,11 @@ def test_a_failed_step_takes_what_was_built_on_it_along() -> None:
     written = publish(cache, make_request(3, [1, 1, 2, 2, 8, 8, 8]))
     assert follower.table[:2] == written.table[:2] == leader.table[:2]
     cache.check([leader, follower, written])
-    invalid, blocks = cache.tree.invalidated_by(5)
+    blocks = cache.tree.invalidated_by(5)
     assert blocks == set(leader.table[:3]) | set(follower.table[:3]) | set(written.table[:3])
     for request in (written, follower, leader):
         finish(cache, request)
-    cache.tree.withdraw(5, invalid)
+    cache.tree.withdraw(5, blocks)
     cache.check([])
     assert len(cache.tree.nodes) == 1 and cache.allocator.num_free == 12
 
