@@ -22,6 +22,7 @@ from engine.trace.kind import (
 )
 
 MOST_TEXT = 4_096  # characters of a name
+MOST_NOTES = 100
 
 
 def is_name(value: Any) -> bool:
@@ -53,7 +54,9 @@ Name = Annotated[str, Bound(is_name)]
 Maybe = Annotated[bool | None, Bound(lambda value: type(value) is bool)]  # None: unknown
 Size = Annotated[int, Bound(lambda value: type(value) is int and 1 <= value <= MOST)]  # 0: unknown
 Large = Annotated[int, Bound(lambda value: type(value) is int and 1 <= value <= MOST_NUMBER)]
-Notes = Annotated[list[str], Bound(lambda value: type(value) is list and all(map(is_name, value)))]
+Notes = Annotated[
+    list[str], Bound(lambda value: type(value) is list and len(value) <= MOST_NOTES and all(map(is_name, value)))
+]
 Settings = Bound(lambda value: type(value) is dict and all(map(is_name, value)) and all(map(_setting, value.values())))
 
 

@@ -46,8 +46,8 @@ def test_the_public_facts_have_no_path_of_this_machine() -> None:
     ("name", "value"),
     [
         ("model", 7), ("model", "x" * 5000), ("num_blocks", 0), ("num_blocks", 1 << 40), ("overlap", 1),
-        ("eos_ids", [-1]), ("notes", [1]), ("generation", {"temperature": {}}), ("load_seconds", float("nan")),
-        ("speculation", ["prompt-lookup"]),
+        ("eos_ids", [-1]), ("notes", [1]), ("notes", ["a note"] * 101), ("generation", {"temperature": {}}),
+        ("load_seconds", float("nan")), ("speculation", ["prompt-lookup"]),
     ],
 )
 def test_a_fact_that_is_not_valid_is_refused_by_its_name(name: str, value: Any) -> None:
