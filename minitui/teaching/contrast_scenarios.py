@@ -241,6 +241,7 @@ async def speculation(stage: Stage) -> None:
     await stage.pause(4)
     await stage.slow(0.25)
     await stage.answers([session])
+    await stage.settle()
     drafting = stage.figures()
     stage.look("compare")
     rows = [

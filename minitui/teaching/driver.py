@@ -126,9 +126,10 @@ class Driver:
             interval = min(1.5 * interval, 0.01)
 
     async def settle(self) -> None:
-        """Waits until the records of all requests and steps have arrived. The requests must have ended."""
+        """Ends a run: waits until the records of all its requests and steps have arrived. The requests have ended."""
         steps = self.view.history.steps
         await self.until("the last records", lambda: not self.state().requests and steps.committed == steps.last)
+        self.view.run_end = steps.committed
 
     # ---- steps
 

@@ -22,6 +22,7 @@ from minitui.viewmodel.board import Board
 from minitui.viewmodel.explain.cost_models import CostModels, first_model
 from minitui.viewmodel.explain.timing import Timings, summarise
 from minitui.viewmodel.history.history import History
+from minitui.viewmodel.history.lane import OPEN
 from minitui.viewmodel.history.steps import StepRow, Steps
 from minitui.viewmodel.moment import Moment, Past
 from minitui.viewmodel.selection import Links, Selection, resolve
@@ -83,6 +84,7 @@ class View:
         self._begin()
 
     def _begin(self) -> None:
+        self.run_end = OPEN  # the last step of a run that has ended; later steps of its engine are not part of it
         self.moment.begin()
         self.texts.begin()
         self.models = CostModels(self.history.steps)

@@ -288,7 +288,10 @@ async def test_two_runs_of_a_scenario_are_kept_to_be_compared(same_engine: bool)
             for chat in chats:
                 await stage.ask(chat, "What is a block?")
             await stage.answers(chats)
-        stage.state()
+        await stage.settle()
+        later = stage.chat(max_tokens=8, whole=True)  # as in a class, which asks the engine of the second run something
+        await stage.ask(later, "What is a page?")
+        await stage.answers([later])
         kept.append(Comparison.of(stage.view))
 
     source = Changeable()

@@ -38,7 +38,7 @@ NO_RUN = "no step yet"
 
 
 class SideBySide(AxisPanel):
-    """Left and right move the cursor, [ and ] change the scale, T changes the clock, up and down choose a request."""
+    """Left and right move the cursor, [ and ] change the scale, k changes the clock, up and down choose a request."""
 
     TITLE = "Two runs"
     MORE = ": up and down show them"  # after the number of the requests that are not in sight

@@ -184,7 +184,7 @@ class Totals:
 
 
 class Run:
-    """A run: all that a view has folded since its last snapshot. The view may still fold records."""
+    """A run: what a view has folded since its last snapshot, up to its `run_end`. The view may still fold records."""
 
     def __init__(self, view: View, name: str = "") -> None:
         self.view, self.name = view, name or view.run_name
@@ -202,11 +202,11 @@ class Run:
         self.moment = self._moment()  # changes with each reading of new records
         steps = self.view.history.steps
         self.first = max(steps.first, 0)
-        self.last = steps.committed if steps.first >= 0 else -1
+        self.last = min(steps.committed, self.view.run_end) if steps.first >= 0 else -1
         self._at = steps.indices(self.first, self.last)
         self.forgotten = steps.last - self.first + 1 >= steps.capacity  # the run has more steps than are kept
         alive = (lane for lane in self.view.history.lanes.lanes.values() if lane.finish_step >= self.first)
-        self.lanes = sorted(alive, key=lambda lane: lane.id)
+        self.lanes = sorted((one for one in alive if one.submitted_step <= self.view.run_end), key=lambda lane: lane.id)
         self.clocks = {"ms": self._clock_ms(), "steps": self._clock_steps()}
         self.arrivals = {lane.id: self.view.history.tokens.arrivals(lane, self.last) for lane in self.lanes}
         written = np.zeros(len(self._at) + 1, np.int64)
@@ -400,7 +400,8 @@ class Run:
         events = self.view.history.events
         if events.count > len(events):
             return None
-        return sum(event.record.blocks for event in events.since(0) if event.kind == "evict")
+        evictions = (one for one in events.since(0) if one.kind == "evict" and one.step <= self.view.run_end)
+        return sum(event.record.blocks for event in evictions)
 
 
 def _marked(spans: list[Span], mark: Span) -> list[Span]:
