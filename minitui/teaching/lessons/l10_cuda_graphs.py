@@ -53,7 +53,7 @@ async def larger_model(stage: Stage) -> Seen:
     rows = []
     for model in models:
         eager, graphs = (model.timeline(mode, 1).step_ms for mode in (EAGER, GRAPHS))
-        rows.append(f"   {model.name:<12}{ms(eager):>7}{ms(graphs):>8}{gain(model):>16.1f}")
+        rows.append(f"   {model.name:<12}{ms(eager):>7}{ms(graphs):>8}{gain(model):>16.2f}")
     choices = gain_choices(models[1], large)
     return Seen(
         f"   {'ms of a step':<12}{EAGER:>7}{GRAPHS:>8}{'eager / graphs':>16}\n" + "\n".join(rows)
