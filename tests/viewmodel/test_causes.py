@@ -277,6 +277,21 @@ def test_a_step_does_not_explain_itself() -> None:
     assert len(prompts) == 2
 
 
+def test_a_step_of_which_nothing_is_known_has_no_expected_time() -> None:
+    """The time of a decode step is in proportion to its rows: of one with a prompt alone, no part is known."""
+    history = Steps()
+    for step in range(60):
+        tokens = {20: 64, 40: 250}.get(step, 0)
+        rows = 0 if tokens else 1 + step % 3
+        wall = 0.3 * tokens + 5.0 * rows
+        history.read((step, 0.1 * step, "step", step, [(9, 0, tokens, False)] * bool(tokens), [], [], tokens + rows, 0))
+        history.read((step, 0.1 * step, "time", step, 100, 100, 100, wall, None, "prefill" if tokens else "decode"))
+    row, model = history.get(40), CostModels(history).of(40)
+    assert row is not None and explained(history, 40, model).expected == 0
+    told = "the usual time of its 250 prefill tokens is unknown: 1 prompt of 250 tokens (too few such steps yet to"
+    assert why_slow(row, model).startswith(told)
+
+
 def test_an_expected_time_that_lacks_the_prompt_says_so() -> None:
     """Two prompts of different lengths among decode steps: no other step tells what they cost."""
     history = Steps()

@@ -28,6 +28,7 @@ from minitui.viewmodel.history.steps import KINDS, StepRow, Steps
 from minitui.viewmodel.history.tokens import FirstToken, FirstTokens, percentiles
 
 WINDOW_SECONDS = 10.0
+LEAST_EXPECTED_MS = 0.005  # less is written as 0.00
 LEAST_REST = 0.01  # a smaller share of the excess is not called unexplained
 OVERLAPPED = 1.05  # a device time of more times the step's time began before the step's time
 MAX_STEPS = 20_000  # the largest number of steps in the window
@@ -216,7 +217,8 @@ def why_slow(row: StepRow, model: CostModel | None, always: bool = False) -> str
         text += f"; {beside.next_step(row.step)}" if beside.ahead else ""
     elif explanation.untold or (row.chunks and not model.reports and not explanation.prefills):
         of = f"its {count(row.prefill_tokens, 'prefill token')}" if row.chunks else "the prompts of the step beside it"
-        text += f" without {of}, whose time is unknown"
+        lacks = explanation.expected < LEAST_EXPECTED_MS
+        text = f"the usual time of {of} is unknown" if lacks else f"{text} without {of}, whose time is unknown"
     for prefill in explanation.prefills:
         computed = model.steps.get(prefill.step)
         if computed is None or (prefill.step != row.step and prefill.ms <= WORTH * explanation.expected):
@@ -235,7 +237,8 @@ def why_slow(row: StepRow, model: CostModel | None, always: bool = False) -> str
     told = ", ".join(f"{part.name} {ms(part.ms)}" for part in parts)
     unexplained = any(part.key == "unexplained" for part in parts)
     ended_only = " (this engine reports only when a step ended)" * (not model.reports and unexplained)
-    return f"{text}, +{ms(excess)}: {told}{ended_only}"
+    added = f", +{ms(excess)}" if explanation.expected >= LEAST_EXPECTED_MS else ""
+    return f"{text}{added}: {told}{ended_only}"
 
 
 @dataclass(frozen=True, slots=True)
