@@ -36,8 +36,9 @@ class ClassFile:
         elif new:
             self.save()
         else:
-            names = ", ".join(sorted(path.stem for path in folder.glob("*.json"))) or "none yet"
-            raise EngineError(f"there is no class {name!r}: the classes are {names}")
+            names = ", ".join(sorted(path.stem for path in folder.glob("*.json")))
+            known = f"the classes are {names}" if names else "there is none yet"
+            raise EngineError(f"there is no class {name!r}: {known}")
 
     @property
     def link(self) -> str:

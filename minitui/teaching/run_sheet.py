@@ -163,7 +163,7 @@ class _Reading:
         what = found[kind]
         self._check(number, kind, KINDS[kind][1], what)
         if kind == "lesson":
-            pages, page = len(lesson(what).pages), found.get("page", 1)
+            pages, page = len(lesson(what).pages) + 1, found.get("page", 1)
             if not 1 <= page <= pages:
                 raise self._error(number, "page", f"lesson {what} has the pages 1 to {pages}, not {page}")
         if kind == "recording":

@@ -101,7 +101,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         (("class", "none.toml"), 1, "none.toml cannot be read: No such file"),
         (("class", "--csv"), 2, "need --class-link NAME"),
         (("class", "--class-link", "A/B", "--json"), 1, "'A/B' is not valid: use 1 to 32 lower-case letters"),
-        (("class", "--class-link", "pagin", "--json"), 1, "no class 'pagin': the classes are none yet"),
+        (("class", "--class-link", "pagin", "--json"), 1, "no class 'pagin': there is none yet"),
         (("chat", "--theme", "pink"), 1, "dark, light and projector"),
         (("dance",), 2, "dance"),
         (("compare", "nothing"), 1, "no comparison 'nothing': the comparisons are cache, batching"),

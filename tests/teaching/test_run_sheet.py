@@ -57,7 +57,7 @@ def test_a_run_sheet_is_read(tmp_path: Path) -> None:
     ('demo = "cache"', 'demo = "cash"', "line 6: scene 1, demo: 'cash' is not one of shared-prefix"),
     ('demo = "cache"', "demo = 3", "line 6: scene 1, demo: it must be a text"),
     ('demo = "cache"', "", "line 3: scene 1, scene: a scene is exactly one of demo, compare, lesson, recording"),
-    ("page = 2", "page = 99", "line 16: scene 2, page: lesson 3 has the pages 1 to"),
+    ("page = 2", "page = 99", "line 16: scene 2, page: lesson 3 has the pages 1 to 7, not 99"),
     ("page = 2", "page = true", "line 16: scene 2, page: it must be a whole number"),
     ("page = 2", "step = 2", "line 16: scene 2, step: a scene with lesson has no such field: it has lesson, title"),
     ("page = 2", 'chat = true', "line 12: scene 2, scene: a scene is exactly one of .*, and it has lesson and chat"),

@@ -152,8 +152,9 @@ class ClassApp(LessonApp, DemoApp):
         self.lesson = scene.lesson
         await self.switch_mode("lesson")  # until it is mounted: in another scene it was never opened
         await self._open(scene.lesson, scene.at)
-        page = scene.lesson.pages[scene.at]
-        if page.run is not None and page.predict is None and isinstance(screen := self.screen, LessonScreen):
+        if not isinstance(screen := self.screen, LessonScreen) or (page := screen.reading.page) is None:
+            return  # another screen was chosen, or the page has the closing questions
+        if page.run is not None and page.predict is None:
             screen.reveal()
 
     async def _play_recording(self, scene: Scene) -> None:

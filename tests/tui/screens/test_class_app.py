@@ -150,3 +150,23 @@ async def test_phones_name_requests_as_the_projector_does() -> None:
         assert shown["say"] == "#2·r2 waits for blocks of “r1”." and shown["bar"]["chunks"][0][0] == "#2·r2"
         app.story = ""
         assert app.audience.state()["all"]["say"].startswith("#2·r2 ")
+
+
+async def test_a_scene_can_be_the_closing_questions_of_a_lesson(tmp_path: Path) -> None:
+    sheet = tmp_path / "run.toml"
+    sheet.write_text('title = "End"\n[[scene]]\ntitle = "Questions"\nminutes = 3\nlesson = 1\npage = 5\n')
+    base, choice = {"kv_blocks": None, "no_prefix_caching": False}, choose_model(None)
+    source = LocalSource(engine_config(choice.name, **(base | ENGINE)), tmp_path / "log")
+
+    async def restart(options: dict[str, Any]) -> None:
+        await source.reconfigure(engine_config(choice.name, **(base | options)))
+
+    app = ClassApp(
+        source, Chats(source, sampling=Sampling(temperature=0.0)), Settings(), system=choice.system,
+        load_codec=load_codec, sheet=read_run_sheet(sheet), restart=restart,
+    )
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: isinstance(app.screen, LessonScreen) and app.screen.reading.prepared)
+        await until(pilot, lambda: not app.playing)
+        assert isinstance(app.screen, LessonScreen) and app.screen.reading.page is None
+        assert len(lesson(1).pages) == app.screen.reading.at == 4
