@@ -46,7 +46,7 @@ class QueueOrder:
             self._log.append("order", [request.id for request in order])
 
     def order(self, head: list[Request]) -> list[Request]:
-        """Returns the requests in the order of their admission. Preempted requests come first."""
+        """Returns the requests in the order of their admission."""
         raise NotImplementedError
 
     def count_overtaken(self, waiting: deque[Request], admitted: list[Request]) -> None:
@@ -105,15 +105,17 @@ class LongestPrefix(QueueOrder):
 
 
 class Priority(QueueOrder):
-    """Sorts the queue by the requests' priority: the lowest number first, and then the order of arrival."""
+    """Sorts the queue by the requests' priority: the lowest number first, and then the order of arrival. A preempted
+    request has no other place: a more urgent one that came later is before it."""
 
     def order(self, head: list[Request]) -> list[Request]:
-        """Returns preempted requests, then the others by priority, which may make a request wait for any time."""
-        return sorted(head, key=self._sort_key)
+        """Returns the requests by priority, which may make a request wait for any time."""
+        return sorted(head, key=rank)
 
-    @staticmethod
-    def _sort_key(request: Request) -> tuple[int, int, int]:
-        return (0, 0, 0) if request.state is RequestState.PREEMPTED else (1, request.priority, request.id)
+
+def rank(request: Request) -> tuple[int, int]:
+    """Returns the place of a request under the policy "priority"."""
+    return request.priority, request.id
 
 
 # policy -> the class that sorts the queue; other policies do not sort it
@@ -136,3 +138,11 @@ Victim = Callable[[Sequence[Request], Request], Request]
 def youngest(running: Sequence[Request], request: Request) -> Request:
     """Returns the request that was admitted last. The oldest always goes on, so one request after the other ends."""
     return running[-1]
+
+
+def least_urgent(running: Sequence[Request], request: Request) -> Request:
+    """Returns the last one under the policy "priority", as in vLLM. The first always goes on."""
+    return max(running, key=rank)
+
+
+VICTIMS: dict[str, Victim] = {"priority": least_urgent}  # policy -> who is preempted; other policies: the youngest

@@ -5,8 +5,8 @@ prompts, in the same forward pass (Sarathi-Serve, Agrawal et al. 2024). With a t
 budget is smaller while replies run (engine/core/gap_target.py), and a long prompt leaves half of the rest to much
 shorter ones that came after it, so it neither stops them nor is stopped by them. By default, requests are admitted in
 the order of arrival, but preempted requests before new ones. No blocks are reserved for `max_tokens`. When the pool is
-full, cached blocks are evicted first, then the youngest request is preempted. The full blocks of a preempted request
-stay in the tree until they are evicted.
+full, cached blocks are evicted first, then the youngest request is preempted (with the policy "priority", the least
+urgent). The full blocks of a preempted request stay in the tree until they are evicted.
 
 `plan()` may plan step n+1 while step n runs: planning needs the lengths of sequences, which are known before step n
 has drawn its ids. The ids are committed later (engine/core/commit.py).
@@ -29,7 +29,7 @@ from engine.core.cache import KVCache
 from engine.core.gap_target import GapTarget
 from engine.core.node import Match
 from engine.core.plan_writer import Entry, PlanWriter
-from engine.core.policy import CHUNKS, ORDERS, QueueOrder, Victim, youngest
+from engine.core.policy import CHUNKS, ORDERS, VICTIMS, QueueOrder, Victim, youngest
 from engine.core.request import Request, RequestState
 from engine.core.speculation import PromptLookup
 from engine.core.step import Scheduled
@@ -82,7 +82,7 @@ class Scheduler:
         self.chunk = CHUNKS[config.chunked_prefill]
         self.budget = config.max_num_batched_tokens  # of the last step planned
         self.gaps = GapTarget(config.max_gap_ms, self.budget) if config.max_gap_ms is not None else None
-        self.victim: Victim = youngest
+        self.victim: Victim = VICTIMS.get(config.policy, youngest)
 
     # ---- the queue
 

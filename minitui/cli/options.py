@@ -113,8 +113,8 @@ ENGINE = {  # option -> its help; the types and the defaults are those of Engine
     "gpu_memory_utilization": "Share of the device's memory to use.",
     "scheduling_policy": "Order of waiting requests. fcfs: first come, first served. longest-prefix: the longest "
         "cached prefix first, with a limit on overtaking; helps if many prompts share long prefixes and the pool is "
-        "small. priority: the lowest number in a request's field priority first. static: a new batch starts when the "
-        "whole previous batch has finished.",
+        "small. priority: the lowest number in a request's field priority first; the highest is preempted first. "
+        "static: a new batch starts when the whole previous batch has finished.",
     "eviction_policy": "Which cached text is evicted first. lru: the least recently used. fifo: the oldest.",
     "no_prefix_caching": "Compute every prompt from its first token; reuse no prefix.",
     "speculation": "off; prompt-lookup, or prompt-lookup:K for drafts of up to K tokens. Drafts are copied from the "

@@ -15,6 +15,7 @@ from engine.core.scheduler import SchedulerConfig
 from engine.params import SamplingParams
 from engine.trace.records import RecordLog
 from minitui.dev.bench import NoDevice
+from tests.engine.core import test_scheduler_simulation as simulation
 from tests.support.simulation import run
 
 STEP_S, TOKEN_S = 4e-3, 5e-5  # a step takes as long as this, and as this for each token of it
@@ -169,3 +170,19 @@ def test_the_lowest_number_is_admitted_first_and_equal_ones_in_order_of_arrival(
         engine.committer.commit(scheduled, engine.runner.launch(scheduled.plan, {}).wait())
     expected = sorted(range(1, 13), key=lambda i: (numbers[i - 1], i))
     assert admitted == expected and admitted != sorted(admitted)
+
+
+def test_of_requests_with_priorities_the_least_urgent_is_preempted_and_resumed_last() -> None:
+    engine = simulation.make_engine(blocks=12, budget=64, policy="priority", watermark=0.0)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    numbers = [5, 0, 0]
+    requests = []
+    for n, number in enumerate(numbers):  # the urgent ones come when the first runs already
+        requests.append(engine.add_request([n] * 10, params, priority=number))
+        engine.step()
+    finished: list[int] = []
+    while engine.has_work:
+        finished += [item.request.id for item in engine.step() if item.finish_reason]
+        engine.check()
+    assert finished == [2, 3, 1]
+    assert requests[0].preemptions and not requests[1].preemptions
