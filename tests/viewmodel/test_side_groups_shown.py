@@ -171,6 +171,7 @@ def test_the_tree_marks_what_each_group_holds_of_a_node() -> None:
         assert {end // state.block_size - 1 for end, kind in ends if kind == "window"} <= {*kept_places(windows, node)}
     picture = RadixTree().picture(hybrid.view, 160, 20)
     shown = "".join(texts(picture.rows))
+    assert not re.search(r"\w[◆◇]\w", shown), "no sign is within a word"
     # A window that ends where a checkpoint is has the sign of the checkpoint.
     assert shown.count("◆") == len(states.kept) > 2
     assert "".join(text for text, _ in picture.legend).count("◆") == 1

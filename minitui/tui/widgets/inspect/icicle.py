@@ -9,7 +9,7 @@ recurrent state is kept, and up to where the pages of a window are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from minitui.text import count
@@ -227,9 +227,9 @@ def _row(bars: Sequence[Bar], y: int, per_column: float, marks: Marks, width: in
         if bar.first != y or room < LEAST:
             row.add(" " * room, style)
             continue
-        own = Row("▏" if bar.begin else " ", style)
-        _text(own, bar, style, room - 1, per_column, marks(bar.id, bar.begin))
-        row.extend(_marked(own.runs, bar, per_column) if bar.kept else own.runs)
+        own, signs = Row("▏" if bar.begin else " ", style), _signs(bar, per_column)
+        _text(own, bar, style, room - 1, per_column, marks(bar.id, bar.begin), sorted(signs))
+        row.extend(_marked(own.runs, bar, signs) if signs else own.runs)
     if name:
         row.add(" " + name, f"bold {ink}")
     if rank:
@@ -237,8 +237,12 @@ def _row(bars: Sequence[Bar], y: int, per_column: float, marks: Marks, width: in
     return row.done(width)
 
 
-def _text(row: Row, bar: Bar, style: str, room: int, per_column: float, marks: Sequence[tuple[int, str, str]]) -> None:
-    """Add the text of a node in `room` cells, with the roles where they begin."""
+def _text(
+    row: Row, bar: Bar, style: str, room: int, per_column: float, marks: Sequence[tuple[int, str, str]],
+    signs: Sequence[int],
+) -> None:
+    """Add the text of a node in `room` cells, with the roles where they begin. Words end before the next of `signs`,
+    the columns that signs replace."""
     begin = row.width
     pieces = [(round(at / per_column), role, text) for at, role, text in marks]
     if not pieces or pieces[0][0] > 0:
@@ -246,13 +250,14 @@ def _text(row: Row, bar: Bar, style: str, room: int, per_column: float, marks: S
     for i, (_, role, text) in enumerate(pieces):
         end = min(room, pieces[i + 1][0] if i + 1 < len(pieces) else room)
         piece = end - (row.width - begin)
+        free = min([piece, *(column - row.width for column in signs if column >= row.width)])
         label = f"{'▏' if i else ''}{role} " if role else ""
-        if piece < len(label):
+        if free < len(label):
             label = ""
         row.add(label, _strong(style))
-        piece -= len(label)
+        piece, free = piece - len(label), free - len(label)
         if piece > 0:
-            words = whole_words(clean(bar.text if i == 0 else text), piece) if piece >= WORDS else ""
+            words = whole_words(clean(bar.text if i == 0 else text), free) if free >= WORDS else ""
             if not words and bar.id and bar.text == f"node {bar.id}":
                 words = fitting(piece, bar.text, str(bar.id), "")
             row.add(fit(words, piece, glyphs().dots), style)
@@ -260,12 +265,17 @@ def _text(row: Row, bar: Bar, style: str, room: int, per_column: float, marks: S
         row.add(" " * (begin + room - row.width), style)
 
 
-def _marked(runs: Sequence[Run], bar: Bar, per_column: float) -> list[Run]:
-    """Returns the cells of a bar with a sign for each checkpoint and window, at the column of its last token."""
+def _signs(bar: Bar, per_column: float) -> dict[int, str]:
+    """Returns a sign for each checkpoint and window of a bar, by the column of its last token."""
     g, signs = glyphs(), dict[int, str]()
     for end, kind in bar.kept:
         column = max(0, round((bar.begin + end) / per_column) - round(bar.begin / per_column) - 1)
         signs[column] = g.checkpoint if kind == "state" else signs.get(column, g.window)
+    return signs
+
+
+def _marked(runs: Sequence[Run], bar: Bar, signs: Mapping[int, str]) -> list[Run]:
+    """Returns the cells of a bar with the signs in place of what they cover."""
     found, column = Row(), 0
     for text, style in runs:
         for cell in text if text.isascii() or cells(text) == len(text) else [text]:
