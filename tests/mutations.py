@@ -194,7 +194,7 @@ MUTATIONS = (
     Mutation(
         "tree-withdraws-only-the-failed-blocks", "What was built on a failed step stays in the tree.",
         "engine/core/radix.py", 'tests/engine/core/test_kv.py -k "failed_step"',
-        "stack = list(kept)", "stack = []",
+        "valid = 0 if below else next(pending, None)", "valid = next(pending, None)",
     ),
 )
 
