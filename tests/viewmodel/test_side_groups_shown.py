@@ -175,6 +175,8 @@ def test_the_tree_marks_what_each_group_holds_of_a_node() -> None:
     # A window that ends where a checkpoint is has the sign of the checkpoint.
     assert shown.count("◆") == len(states.kept) > 2
     assert "".join(text for text, _ in picture.legend).count("◆") == 1
+    narrow = "".join(text for text, _ in RadixTree().picture(hybrid.view, 56, 11).legend)
+    assert narrow == "◆ checkpoint  ◇ window kept", "half of 120 columns"
 
 
 def test_the_tree_as_a_table_names_where_each_group_goes_on() -> None:

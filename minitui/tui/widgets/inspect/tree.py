@@ -19,10 +19,11 @@ from engine.trace.views import FREE, NodeView
 from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import LIT
-from minitui.tui.widgets.base import Opened, Picture, SearchPanel, Thing, neighbour, selected
+from minitui.tui.widgets.base import EDGE, Opened, Picture, SearchPanel, Thing, neighbour, selected
 from minitui.tui.widgets.inspect.icicle import Icicle, icicle
 from minitui.tui.widgets.rows import (
     Row,
+    Run,
     Runs,
     clean,
     fit,
@@ -146,9 +147,11 @@ class RadixTree(SearchPanel):
                          (" ", "on-fill on cached", "none: cached"), (g.filling, "active", "not in the tree yet"))
         elif any(row.pending for row in visible):
             key = [*key, ("  ", "dim"), *legend((g.pending, "prefill", "being computed"))]
-        kinds = [pool.group.kind for pool in shown.state.groups]
+        kinds, signs = [pool.group.kind for pool in shown.state.groups], list[Run]()
         for kind, sign, words in ("state", g.checkpoint, "checkpoint"), ("window", g.window, "window kept"):
-            key += [("  ", "dim"), *legend((sign, "ink", words))] if kind in kinds else []
+            signs += [("  ", "dim"), *legend((sign, "ink", words))] if kind in kinds else []
+        whole_key = [*key, *signs]
+        key = whole_key if not signs or runs_width(whole_key) <= width + 4 - EDGE else signs[1:]  # the frame's room
         note = self.search_note()
         if not note and self.BARS:
             note = self.own_key("v: table" if self.icicle is not None else "v: bars", first=True)
