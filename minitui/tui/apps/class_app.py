@@ -268,7 +268,7 @@ class ClassApp(LessonApp, DemoApp):
             "minutes": scene.minutes if scene is not None else 0.0, "begins": self.sheet.begins(at),
             "of": self.sheet.minutes, "elapsed_s": int(now - self.began), "scene_s": int(now - self.scene_began),
             "scenes": [one.title for one in self.sheet.scenes], "asks": self.poll is not None,
-            "runs": self._runs, "reads": self._answer_waits, "plays": self.playing,
+            "runs": self._runs, "reads": self._answer_waits, "plays": self.playing, "steps": self._steps,
         }
 
     # ---- what is kept

@@ -96,6 +96,7 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
             assert "stopped" not in app.story, app.story
             for step in range(scene.steps):
                 await until(pilot, lambda: "f8 next step" in app.screen.query_one(StatusBar).text)
+                assert app.scene_for_lecturer()["steps"] == scene.steps - step, "the page says another scene is next"
                 await pilot.press("f8")
                 await until(pilot, lambda step=step: app.view.history.steps.last == step)
             which = "next" if number + 1 < len(sheet.scenes) else "last"
