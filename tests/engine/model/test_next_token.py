@@ -105,7 +105,7 @@ def test_logits_are_those_of_the_familys_modules_whole_and_in_chunks(kind: str, 
         found = our_logits(ours.model, ids, chunks)
         torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
     size = ours.model.next_token.nbytes
-    assert ours.notes[-1].startswith(f"{size / 1e9:,.2f} GB of the weights are layers that predict")
+    assert f"{size / 1e9:,.2f} GB of the weights are layers that predict" in "\n".join(ours.notes)
     assert size >= sum(8 * parameter.numel() for parameter in head.parameters()), "norms of heads have a row for each"
     assert ours.memory.weights == ours.model.nbytes >= ours.model.nbytes_per_token + size
 
