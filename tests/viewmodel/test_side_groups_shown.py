@@ -110,6 +110,9 @@ def test_each_group_has_a_strip_with_the_numbers_of_its_pool() -> None:
             assert f"{name} {number:,}" in row
     for strip, row in zip(found, texts(strip_rows(state, 34)), strict=True):  # half of 80 columns
         assert row.rstrip().endswith(f" {strip.total - strip.counts[0]:,}/{strip.total:,}")
+    for width in range(30, 100):
+        rows = [re.sub(r"\d", "", row[16:]).split() for row in texts(strip_rows(state, width))]
+        assert len({"of" in row for row in rows}) == 1, "either all rows have the number of all pages, or none"
     [one] = texts([side_strips(state, 100)])
     assert "window 12" in one and "state" in one and len(one) == 100
     for width, height in ((76, 20), (100, 30), (160, 50)):

@@ -125,14 +125,16 @@ def strip_rows(state: State, width: int) -> list[Runs]:
     """Returns a row for each group of a model with several kinds of memory, with a bar and the numbers of its pages;
     empty for other models."""
     found = strips(state)
-    rows = []
     names = max((len(strip.name) for strip in found), default=0)
-    for strip in found:
-        head, of = lead(strip, strip.name.ljust(names)).to(names + 7), f"of {count(strip.total, strip.unit)}"
-        without_names = [*_figures(strip), (f"of {strip.total:,}", "dim")]
-        used = [(f"{strip.total - strip.counts[FREE]:,}/{strip.total:,}", "ink")]
-        rows.append(_pool_row(strip, head, width, [*legend(strip), (of, "dim")], without_names, used))
-    return rows
+    heads = [lead(strip, strip.name.ljust(names)).to(names + 7) for strip in found]
+    ways = [  # from the longest to the shortest, each for all groups
+        [[*legend(strip), (f"of {count(strip.total, strip.unit)}", "dim")] for strip in found],
+        [[*_figures(strip), (f"of {strip.total:,}", "dim")] for strip in found],
+        [[(f"{strip.total - strip.counts[FREE]:,}/{strip.total:,}", "ink")] for strip in found],
+    ]
+    room = width - names - 8 - MIN_BAR
+    words = next((way for way in ways if max(map(runs_width, way), default=0) <= room), ways[-1])
+    return [_pool_row(strip, head, width, text) for strip, head, text in zip(found, heads, words, strict=True)]
 
 
 def _figures(shown: AnnotatedState | Strip) -> list[Run]:
