@@ -10,7 +10,8 @@ from engine.core import cache
 from engine.core.engine import Engine
 from engine.params import SamplingParams
 from engine.trace.state import State
-from engine.trace.waste import copies_of, waste_of
+from engine.trace.waste import WasteFigures, copies_of, waste_of
+from minitui.tui.widgets.chat.occupancy import waste_words
 from tests.engine.core.test_scheduler_simulation import Load, make_engine
 from tests.support.simulation import SimulatedRunner, run
 
@@ -34,6 +35,12 @@ def texts_in_the_pool(engine: Engine) -> dict[int, tuple[int, ...]]:
             text += tuple(key)
             assert found.setdefault(block, text) == text
     return found
+
+
+@pytest.mark.parametrize("copies", [None, 0])
+def test_the_shortest_words_fit_into_half_of_a_small_terminal(copies: int | None) -> None:
+    words = waste_words(WasteFigures(9, 64, copies), 29)
+    assert len(words) <= 29 and words.startswith("9 empty, ") and words.endswith(", 0 twice")
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

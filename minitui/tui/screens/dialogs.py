@@ -94,6 +94,9 @@ class TextDialog(Overlay[str | None]):
         self.dismiss(None)
 
 
+CHOOSE, NOTHING = "enter accepts · up, down choose · esc cancels", "nothing here has these words · esc cancels"
+
+
 class ChoiceDialog(Overlay[str | None]):
     """Offers a list of (choice, explanation) pairs, with a filter. The result is a choice, or None after Escape.
     `searched`: what the filter searches instead of choice and explanation, a text for each pair. `first`: the index of
@@ -131,7 +134,7 @@ class ChoiceDialog(Overlay[str | None]):
             frame.border_title = Content(f"{self._title} · {len(self._choices)}")
             yield Input(placeholder="type to search", compact=True)
             yield OptionList()
-            yield Static("enter accepts · up, down choose · esc cancels", classes="hint")
+            yield Static(CHOOSE, classes="hint")
 
     def on_mount(self) -> None:
         self._fill("")
@@ -164,6 +167,7 @@ class ChoiceDialog(Overlay[str | None]):
             parts = [choice.ljust(widest), (f"  {below}", "$dim")] if why else [choice]
             options.add_option(Option(Content.assemble(*parts), id=str(n)))
         options.highlighted = 0 if fits else None
+        self.query_one(".hint", Static).update(CHOOSE if fits or not typed else NOTHING)
 
     def on_input_changed(self, event: Input.Changed) -> None:
         self._fill(event.value)

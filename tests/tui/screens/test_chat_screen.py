@@ -359,7 +359,10 @@ async def test_every_command_is_in_the_help_with_its_key_and_in_the_palette():
         assert isinstance(app.screen, ChoiceDialog)
         shown = " ".join(str(option.prompt) for option in app.screen.query_one("OptionList").options)
         assert "Fork this" in shown and "Leave the prompt" not in shown, "the palette has no prompt to leave"
-        await type_text(pilot, "fork this")
+        await type_text(pilot, "fork thisx")
+        await until(pilot, lambda: "has these words" in str(app.screen.query_one(".hint").render()))
+        await press(pilot, "backspace")
+        await until(pilot, lambda: "enter accepts" in str(app.screen.query_one(".hint").render()))
         app.chats.send(app.session, "x")
         await until(pilot, lambda: not app.session.busy)
         await press(pilot, "enter")

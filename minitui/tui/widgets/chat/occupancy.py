@@ -177,13 +177,14 @@ def waste_words(waste: WasteFigures, room: int, recomputed: int = 0) -> str:
     slots = count(waste.unused_slots, "empty slot")
     share = f" ({100 * waste.unused_slots / waste.slots:.0f} %)" if waste.unused_slots else ""
     copies = "copies unknown" if waste.copies is None else f"{waste.copies:,} cop{'y' if waste.copies == 1 else 'ies'}"
+    few = "– copies" if waste.copies is None else copies
     wordings = (
         f"{slots}{share} in blocks of requests, {copies}; since the start, {twice}{why}",
         f"{slots}{share}, {copies}; {twice}{why}",
         f"{slots}, {copies}; {twice}{why}",
         f"{slots}, {copies}; {twice}",
         f"{short(waste.unused_slots)} empty slots, {copies}; {short(total)} computed twice",
-        f"{short(waste.unused_slots)} empty, {copies}, {short(total)} twice",
+        f"{short(waste.unused_slots)} empty, {few}, {short(total)} twice",
     )
     return next((words for words in wordings if len(words) <= room), wordings[-1])
 
