@@ -110,10 +110,10 @@ class Stage(Driver):
             self.answer_waits = False
 
     def verdict(self, right: int) -> str:
-        """Returns a sentence about the guess, given the index of the right choice; empty if there was no guess."""
+        """Returns a sentence about the guess, or the answer without one, given the index of the right choice."""
         if self._asked is not None:
             self.answered = (self._asked, right)
-        return "" if self._guessed is None else verdict(self._guessed, right) + " "
+        return verdict(self._guessed, right) + " "
 
     def bars(self, rows: Sequence[tuple[str, float, str]]) -> str:
         """Returns a line for each (label, amount, text), with a bar in proportion to the largest amount."""

@@ -211,7 +211,7 @@ def test_a_target_for_gaps_spreads_prompts_and_lets_short_ones_pass(hear: Callab
 def test_the_victim_is_the_least_recently_used(hear: Callable[[str], Told]) -> None:
     told = hear("eviction")
     assert "Predict" in told.text
-    assert re.search(r"Evicted blocks: \d+ of Bravo", told.text), told.text
+    assert re.search(r"The answer is b\. Evicted blocks: \d+ of Bravo", told.text), told.text
     assert "the order was Bravo, Charlie, Alpha" in told.text
     question = next(text for text in told.said if text.startswith("Predict"))
     cached = {}
