@@ -25,8 +25,8 @@ def told_scenes(file: ClassFile, most: int) -> list[dict[str, Any]]:
         view = views[recording]
         later = (one for one in file.scenes[at + 1 :] if one["recording"] == recording)
         told = [] if view is None else _told(view, first, int(next(later, {"step": view.history.steps.last})["step"]))
-        for more in (_view(name) for name in scene.get("more", ())):
-            told += [] if more is None else _told(more, 0, more.history.steps.last)
+        for number, more in enumerate((_view(name) for name in scene.get("more", ())), 2):
+            told += [] if more is None else _told(more, 0, more.history.steps.last, f"Engine {number}, step")
         scenes.append(scene | {"told": told[:most]})
     return scenes
 
@@ -40,9 +40,9 @@ def _view(recording: str) -> View | None:
         return None
 
 
-def _told(view: View, first: int, last: int) -> list[str]:
+def _told(view: View, first: int, last: int, named: str = "Step") -> list[str]:
     return [
-        f"Step {step}: {narrate(view, step)}"
+        f"{named} {step}: {narrate(view, step)}"
         for step in range(first, last + 1)
         if step in view.history.steps and notable(view, step)
     ]

@@ -121,6 +121,7 @@ def test_answers_are_exported_and_steps_are_told_until_the_next_scene(tmp_path: 
     first, second, third, fourth = told_scenes(again, 300)
     steps = [[int(line.split()[1].rstrip(":")) for line in scene["told"]] for scene in (first, second)]
     assert steps[0] and steps[1] and max(steps[0]) <= 20 < min(steps[1]) and third["told"] == []
-    whole = first["told"] + second["told"]
-    assert fourth["told"][: len(whole)] == whole and len(fourth["told"]) > len(whole), "both recordings are told"
+    whole = [f"Engine 2, s{line[1:]}" for line in first["told"] + second["told"]]
+    assert fourth["told"][: len(whole)] == whole
+    assert fourth["told"][len(whole)].startswith("Engine 3, step"), "both recordings are told, each as its engine's"
     assert [path.name for path in again.recordings] == ["small-pool.trace", "vllm-8b.trace"]
