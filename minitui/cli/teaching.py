@@ -50,7 +50,7 @@ def demo(
       minitui demo preemption        a pool that is too small: predict which request is preempted
       minitui demo fork              one conversation with four continuations
       minitui demo batching          static and continuous batching
-      minitui demo hybrid            recurrent states: a shift of 100 tokens, and hits are gone
+      minitui demo hybrid            recurrent states: a shift of about 100 tokens, and hits are gone
       minitui demo speculation       draft tokens are copied from the text; one step checks several tokens
       minitui demo cache --plain     print the demo `cache` as text
     """

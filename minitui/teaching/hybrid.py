@@ -55,7 +55,7 @@ def told(metrics: dict[str, Any], again_ms: float | None = None) -> str:
 
 
 async def hybrid(stage: Stage) -> None:
-    """Shows that a shift of 100 tokens takes all hits of a hybrid model, until a checkpoint is where the texts part."""
+    """Shows that a shift of about 100 tokens takes all hits of a hybrid model, until a checkpoint is there."""
     await stage.gate()
     stage.look("inspect")
     stage.say(

@@ -299,7 +299,7 @@ DEMOS = {
     "fork": Demo("one conversation with four continuations", fork, 24, {"kv_blocks": 64}),
     "batching": _of("batching", "static and continuous batching", batching),
     "hybrid": Demo(
-        "recurrent states: a shift of 100 tokens, and no checkpoint is in the shared text", hybrid, 4,
+        "recurrent states: a shift of about 100 tokens, and no checkpoint is in the shared text", hybrid, 4,
         OPTIONS | {"checkpoint_interval": INTERVAL},
     ),
     "speculation": _of("speculation", "draft tokens copied from the text, several checked in one step", speculation),
