@@ -80,8 +80,8 @@ class LongestPrefix(QueueOrder):
         if request.state is RequestState.PREEMPTED:
             return 0, 0, 0
         if request.overtaken >= OVERTAKES:
-            return 1, 0, request.id
-        return 2, -self._cached_blocks(request), request.id
+            return 1, 0, request.arrived
+        return 2, -self._cached_blocks(request), request.arrived
 
     def _cached_blocks(self, request: Request) -> int:
         """Returns the number of blocks in the longest cached prefix, among the prefixes that are hashed so far."""
@@ -99,9 +99,9 @@ class LongestPrefix(QueueOrder):
 
     def count_overtaken(self, waiting: deque[Request], admitted: list[Request]) -> None:
         """Add the number of younger requests in `admitted` to the `overtaken` of each request at the queue's head."""
-        ids = sorted(request.id for request in admitted)
+        arrived = sorted(request.arrived for request in admitted)
         for request in islice(waiting, CANDIDATES):
-            request.overtaken += len(ids) - bisect(ids, request.id)
+            request.overtaken += len(arrived) - bisect(arrived, request.arrived)
 
 
 class Priority(QueueOrder):
@@ -115,7 +115,7 @@ class Priority(QueueOrder):
 
 def rank(request: Request) -> tuple[int, int]:
     """Returns the place of a request under the policy "priority"."""
-    return request.priority, request.id
+    return request.priority, request.arrived
 
 
 # policy -> the class that sorts the queue; other policies do not sort it

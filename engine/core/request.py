@@ -72,6 +72,7 @@ class Request:
     priority: int = 0  # with the policy "priority", requests with a lower number are admitted first
     cache_salt: str = ""  # cached blocks are shared only between requests with the same salt
     prompt_len: int = 0
+    arrived: int = 0  # the number of its record "submit": lower than those of younger requests
     state: RequestState = RequestState.WAITING
     finish_reason: str = ""
     row: int = -1  # the row in the batch, also in the block table; -1: not running

@@ -121,7 +121,7 @@ class Scheduler:
         request.side = [{} for _ in self.cache.sides]
         self.waiting.append(request)
         priority = max(-MOST_RECORDS, min(MOST_RECORDS, request.priority))
-        self.log.append(
+        request.arrived = self.log.append(
             "submit", request.id, request.group, request.prompt_len, request.max_total, priority,
             _salt_number(request.cache_salt),
         )
@@ -291,7 +291,7 @@ class Scheduler:
     def _share(self, request: Request, left: int, budget: int) -> int:
         """Returns how much of the budget a prompt may use that is longer than a whole step: what later prompts of at
         most half its length leave, but at least half of the budget."""
-        younger = [other for other in self.running if not other.decoding and other.id > request.id]
+        younger = [other for other in self.running if not other.decoding and other.arrived > request.arrived]
         if self.waiting and self.config.policy != "static" and not self._admissible(self.waiting[0], budget)[1]:
             younger += islice(self.waiting, len(self._rows))
         needed, half = 0, budget // 2
@@ -376,7 +376,7 @@ class Scheduler:
 
     def preempt_all(self, reason: str) -> None:
         """Preempt all running requests; the oldest is admitted first again. Call this between two steps."""
-        for request in sorted(self.running, key=lambda request: request.id, reverse=True):
+        for request in sorted(self.running, key=lambda request: request.arrived, reverse=True):
             self._preempt(request, reason)
 
     def _preempt(self, request: Request, reason: str) -> None:

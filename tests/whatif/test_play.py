@@ -135,9 +135,11 @@ def test_counts_of_random_chats_in_a_small_pool(seed, tmp_path):
     r = random.Random(seed)
     real(tmp_path / "run.trace", BASE, seed, closed=True)
     question = Question(tmp_path / "run.trace", "closed")
-    setting = question.changed({"blocks": str(r.choice([60, 90])), "budget": str(r.choice([8, 40])), "seqs": "6"})
-    expected = counts(real(None, setting, seed, closed=True))
-    assert played_counts(question.play(setting)) == expected
+    small = {"blocks": str(r.choice([60, 90])), "budget": str(r.choice([8, 40])), "seqs": "6"}
+    for policy in ("fcfs", "priority", "longest-prefix"):  # in another order than in the recording, questions come
+        setting = question.changed({**small, "policy": policy})
+        expected = counts(real(None, setting, seed, closed=True))
+        assert played_counts(question.play(setting)) == expected, policy
 
 
 def test_drafts_are_those_of_a_real_run(tmp_path):
