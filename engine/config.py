@@ -18,6 +18,7 @@ CHOICES = {
     "eviction_policy": tuple(EVICTION_POLICIES),
     "speculation": ("off", "prompt-lookup"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
+    "overlap": ("auto", "on", "off"),
 }
 MOST_SPECULATIVE_TOKENS = 32
 # The largest value of each setting; a larger value must be a typo. worker/weights/memory.py checks whether smaller

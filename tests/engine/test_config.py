@@ -316,6 +316,7 @@ def test_open_choices_are_decided_by_device_and_model(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"dtype": "int4"}, "dtype is 'int4'"),
+        ({"overlap": True}, "overlap is True: it must be auto, on or off"),
         ({"block_size": 0}, "block_size is 0: it must be a whole number, at least 1"),
         ({"num_blocks": -1}, "num_blocks is -1"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
