@@ -208,7 +208,7 @@ def a_stream_of_the_asynchronous_engine_that_is_paused(model: str) -> None:
 
         async def read() -> Any:
             kind = RequestOutputKind.DELTA
-            params = SamplingParams(max_tokens=300, seed=42, ignore_eos=True, output_kind=kind)
+            params = SamplingParams(max_tokens=2000, seed=42, ignore_eos=True, output_kind=kind)
             async for output in engine.generate(request_id="one", prompt=PROMPTS[0], sampling_params=params):
                 for completion in output.outputs:
                     tokens.extend(completion.token_ids)
@@ -226,7 +226,7 @@ def a_stream_of_the_asynchronous_engine_that_is_paused(model: str) -> None:
             assert len(before["requests"]) == 1 and (await client.snapshot())["step"] == before["step"]
             assert len(tokens) == paused_at and not reading.done()
             await engine.resume_generation()
-            assert (await reading).finished and len(tokens) == 300
+            assert (await reading).finished and len(tokens) == 2000
         finally:
             engine.shutdown()
 
