@@ -217,7 +217,7 @@ class Moment:
         if reason.startswith(RUNNING):
             event = reason.removeprefix(RUNNING)
             return f"RUNNING until the next {'slow step' if event == 'slow' else event}"
-        return f"PAUSED at step {state.step:,}" if state.step >= 0 else "PAUSED before the first step"
+        return f"PAUSED at step {state.step:,}" if state.step >= 0 else "PAUSED before step 0"
 
     @property
     def pace_text(self) -> str:

@@ -148,12 +148,17 @@ class TopBar(Bar):
         return super().paint(view)
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        row = Row(" minitui " if width >= PHONE else "", "bold ink")
+        flags, full, current = self._flags(view), self.app.TABS, self.app.current_mode
+        keys = [(mode, label if mode == current else label.split()[0]) for mode, label in full]
+        for name, tabs in ((" minitui " if width >= PHONE else "", full), ("", full), ("", keys)):
+            parts = (name, *(f" {label} " for _, label in tabs), *(text for text, _ in flags))
+            if sum(map(len, parts)) < width:
+                break
+        row = Row(name, "bold ink")
         self.places = places = []
-        for mode, label in self.app.TABS:
+        for mode, label in tabs:
             places.append((row.width, row.width + len(label) + 2, mode))
-            row.add(f" {label} ", "bold on-fill on ink" if self.app.current_mode == mode else "dim")
-        flags = self._flags(view)
+            row.add(f" {label} ", "bold on-fill on ink" if current == mode else "dim")
         for marks in (*_marks(self.marks), {}):
             end = width - sum(len(text) for text, _ in flags) - 1 - sum(len(text) + 1 for text in marks.values())
             if (room := end - row.width - 1) >= 0:

@@ -23,7 +23,7 @@ from minitui.teaching.run_sheet import ENGINE, read_run_sheet
 from minitui.trace.reader import TraceReader
 from minitui.tui.apps.class_app import ClassApp
 from minitui.tui.screens.lesson import LessonScreen
-from minitui.tui.widgets.bars import StatusBar
+from minitui.tui.widgets.bars import StatusBar, TopBar
 from tests.support.app.driving import until
 from tests.tui.keys.test_keys import live
 
@@ -166,8 +166,13 @@ async def test_a_scene_can_be_the_closing_questions_of_a_lesson(tmp_path: Path) 
         source, Chats(source, sampling=Sampling(temperature=0.0)), Settings(), system=choice.system,
         load_codec=load_codec, sheet=read_run_sheet(sheet), restart=restart,
     )
-    async with app.run_test(size=(100, 30)) as pilot:
+    async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: isinstance(app.screen, LessonScreen) and app.screen.reading.prepared)
         await until(pilot, lambda: not app.playing)
         assert isinstance(app.screen, LessonScreen) and app.screen.reading.page is None
         assert len(lesson(1).pages) == app.screen.reading.at == 4
+        await until(pilot, lambda: app.gated and app.view.moment.horizon > 2)
+        app.view.travel(-2)
+        moment, bar = app.view.moment, app.screen.query_one(TopBar)
+        await until(pilot, lambda: bar.text.endswith(f" {moment.travel_text}  {moment.gate_text}"))
+        assert bar.text.startswith(" 0 Lesson  1  2  3  9 "), "the keys of the screens are enough"
