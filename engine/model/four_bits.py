@@ -49,6 +49,10 @@ class Int4Weight(ByteWeight):
         self.groups, self.offsets = groups, offsets
 
     @classmethod
+    def holds(cls, rows: int, columns: int) -> bool:
+        return not rows % cls.rows_together and not columns % cls.group
+
+    @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device) -> Self:
         groups = (rows // cls.rows_together, columns // cls.group, cls.rows_together)
         return cls(

@@ -220,6 +220,10 @@ class Bf16Pairs(Bf16Weight):
     compiled = "bf16_pairs"
 
     @classmethod
+    def holds(cls, rows: int, columns: int) -> bool:
+        return not rows % PAIRED_ROWS and not columns % PAIRED_ROWS
+
+    @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device) -> Self:
         values = torch.empty(rows // PAIRED_ROWS, columns // 2, 2 * PAIRED_ROWS, dtype=cls.dtype, device=device)
         return cls(values, torch.empty(rows, 0, device=device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -43,8 +44,9 @@ def weight_class(kind: str, dtype: torch.dtype) -> type[ByteWeight] | None:
 
 def matrices(kind: str, model: ModelConfig, dtype: torch.dtype) -> type[ByteWeight] | None:
     """Like weight_class; the class for int4 takes a checkpoint's 4-bit matrices if they fit."""
-    lengths, kv_width = _row_lengths(model).values(), model.num_kv_heads * model.head_dim
-    if kind == "bf16" and not Bf16Pairs.why_not() and not any(size % PAIRED_ROWS for size in (*lengths, kv_width)):
+    lengths = _row_lengths(model).values()
+    in_pairs = kind == "bf16" and not Bf16Pairs.why_not()
+    if in_pairs and not any(size % PAIRED_ROWS for size in (*lengths, *_part_widths(model))):
         return Bf16Pairs
     found = weight_class(kind, dtype)
     if model.packing is None or found is None or not issubclass(found, Int4Weight):
@@ -116,7 +118,9 @@ def choose(config: EngineConfig, model: ModelConfig, device: torch.device, dtype
     kind = "none"
     exact = model.dtype == "bfloat16" and model.packing is None
     if exact and config.tensor_parallel_size == 1 and config.kv_cache_dtype == "auto":
-        kind = "none" if CompiledDecoder.why_not(model, "bf16", config.block_size) else "bf16"
+        compiled = not CompiledDecoder.why_not(model, "bf16", config.block_size)
+        paired = model.experts is None and matrices("bf16", model, torch.float32) is Bf16Pairs
+        kind = "bf16" if compiled or paired else "none"
     free, wanted = free_memory() - BESIDE_WEIGHTS, weight_bytes(kind, model, torch.float32)
     if wanted <= free:
         return kind, ""
@@ -280,6 +284,14 @@ def _row_lengths(model: ModelConfig) -> dict[str, int]:
     if experts is not None:
         sizes["the inner size of an expert"] = experts.inner_size
     return sizes
+
+
+def _part_widths(model: ModelConfig) -> Iterator[int]:
+    """Yields the rows of each matrix among those that are computed together: q, k and v."""
+    for kv_heads, dim in {model.heads_of(layer) for layer in range(model.num_layers)}:
+        yield from (model.num_heads * dim, kv_heads * dim)
+    if (delta := model.delta) is not None:
+        yield from (delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim)
 
 
 def check_kept(model: ModelConfig, device: torch.device) -> None:

@@ -24,6 +24,7 @@ from engine.model.weights import load_weights
 from engine.params import SamplingParams
 from engine.worker.weights import quantised
 from minitui import tutor
+from tests.support.families import checkpoint
 from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
 from tests.support.parity import (  # noqa: F401 (fixtures)
     decodes_on_a_cpu,
@@ -198,6 +199,35 @@ def test_the_model_of_bf16_pairs_is_closer_to_float32_than_torch_in_bfloat16(tmp
     assert 1e-4 < error < min(0.6 * limit, 0.005)
     (fast, *_), (plain, *_) = decodes_on_a_cpu(checkpoint, 2, [(0, 9), (11, 3), (4, 5)], quantization="bf16")
     torch.testing.assert_close(fast, plain, rtol=0, atol=0.01 * float(plain.abs().max()))
+
+
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16
+}
+UNEVEN = {"num_key_value_heads": 2, "global_head_dim": 64, "enable_moe_block": False, "hidden_size_per_layer_input": 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "chosen"),
+    [
+        ("qwen3_5_text", DELTA, "bf16"), ("gemma4_text", UNEVEN, "bf16"),
+        ("qwen3_5_text", DELTA | {"linear_key_head_dim": 8}, "none"), ("qwen3_moe", {}, "none"),
+    ],
+)
+def test_models_without_compiled_steps_have_bf16_pairs_if_their_sizes_allow_it(
+    kind: str, fields: dict[str, Any], chosen: str, tmp_path: Path
+) -> None:
+    """The logits are closer to float32 than torch's in bfloat16. A matrix that no other is computed with may have other
+    sizes: it stays a tensor."""
+    pairs(32, 32)
+    checkpoint(kind, 1, tmp_path, dtype="bfloat16", **fields)
+    wide, runner, half = (make_runner(tmp_path, dtype) for dtype in ("float32", "auto", "bfloat16"))
+    assert runner.loaded.quantization == chosen and runner.executors[0].compiled is None
+    exact, ours, torchs = (
+        our_logits(Driver(each), make_request(prompt(0, 40), 0), [40]).double() for each in (wide, runner, half)
+    )
+    error, limit = ((found - exact).norm() / exact.norm() for found in (ours, torchs))
+    assert 1e-4 < error < limit if chosen == "bf16" else error == 0
 
 
 def test_what_fits_into_memory_is_chosen(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
