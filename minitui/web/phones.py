@@ -86,7 +86,8 @@ class Phones:
             return None
         counted = Counter(self.votes.values())
         counts = [counted[choice] for choice in range(len(choices))]
-        return {"number": self._number, "counts": counts, "phones": len(self.streams)}
+        present = max(len(self.streams), len(self.votes))  # a phone that has answered may sleep: it has no stream then
+        return {"number": self._number, "counts": counts, "phones": present}
 
     def _send_counts(self) -> None:
         """Tell the application and the lecturer the counts, now or after COUNTS_S."""

@@ -36,7 +36,7 @@ class Ballot:
     number: int
     poll: Poll
     counts: list[int] = field(default_factory=list)
-    phones: int = 0  # phones that are connected
+    phones: int = 0  # phones that are connected, at least as many as have answered
     scene: str = ""
     right: int | None = None  # the right choice; None: not shown yet
 
