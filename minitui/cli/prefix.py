@@ -119,7 +119,13 @@ def _findings(source: str, seconds: float | None) -> list[Finding]:
             gzipped = file.read(2) == b"\x1f\x8b"
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror}") from None
-    return findings_in(TraceReader(path)) if gzipped else diagnose(read_log(path))
+    if not gzipped:
+        return diagnose(read_log(path))
+    reader = TraceReader(path)
+    findings = findings_in(reader)
+    if not reader.complete:
+        print(f"{path} is not complete: it was cut off.", file=sys.stderr)
+    return findings
 
 
 async def watch(url: str, path: Path, seconds: float | None) -> None:

@@ -82,3 +82,11 @@ def test_a_salt_in_a_recording_is_named(tmp_path):
     real(tmp_path / "run.trace", replace(BASE, blocks=2000), 1)
     causes = [one.cause for one in findings_in(TraceReader(tmp_path / "run.trace"))]
     assert "salt" in causes and set(causes) <= {"first", "none", "salt"}
+
+
+def test_a_recording_that_was_cut_off_is_told_as_such(tmp_path):
+    whole = find_trace("h200-8b").read_bytes()
+    (tmp_path / "cut.trace").write_bytes(whole[: len(whole) // 2])
+    told = doctor(tmp_path / "cut.trace")
+    assert told.exit_code == 0 and "cut.trace is not complete: it was cut off." in told.stderr
+    assert "cut off" not in doctor("h200-8b").stderr
