@@ -81,6 +81,13 @@ async def ask(app: MinituiApp, pilot: Pilot[Any], text: str) -> None:
     await until(pilot, lambda: session.messages and not session.busy)
 
 
+async def test_an_answer_without_text_says_so():
+    async with running(FakeSource(lambda prompt: "")) as (app, pilot, screen):
+        await ask(app, pilot, "hello")
+        await until(pilot, lambda: "prompt tokens from cache" in screen.transcript.text)
+        assert "(empty reply)" in screen.transcript.text
+
+
 async def test_a_token_of_an_answer_shows_what_else_it_could_have_been() -> None:
     async with running(FakeSource(lambda prompt: "Paged.")) as (app, pilot, _):
         await press(pilot, "ctrl+g", "k")

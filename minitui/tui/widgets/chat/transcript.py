@@ -190,11 +190,13 @@ class Transcript(ScrollView, can_focus=True):
         else:
             lines, block.streamed = markdown.render(markdown.shortened(answer, room), width), None
         rows += [self._runs([(text, TONE_STYLES.get(tone, "ink")) for text, tone in line]) for line in lines]
-        if not message.busy and (footer := describe_answer(message)):
-            if lines:
+        footer = [] if message.busy else describe_answer(message)
+        if not rows and (message.state == "done" or not footer):
+            rows.append(self._runs([("(empty reply)", "dim")]))
+        if footer:
+            if rows:
                 rows.append([])
             rows += self._footer(footer, width)
-        rows = rows or [self._runs([("(empty reply)", "dim")])]
         rows[0] = [(self.speaker[: LABEL - 2].ljust(LABEL), "decode"), *rows[0][1:]]
         return rows
 
