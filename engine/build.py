@@ -112,6 +112,11 @@ def build_engine(
         grammars=Grammars(tokenizer, model.vocab_size) if tokenizer is not None else None,
     )
     notes += [*limits.notes, *runner.loaded.notes]
+    kinds = {group.kind for group in cache_groups(model)}
+    if config.window_blocks is not None and "window" not in kinds:
+        notes.append("--window-blocks has no effect: this model has no windows beside full attention")
+    if config.state_slots is not None and "state" not in kinds:
+        notes.append("--state-slots has no effect: this model has no recurrent states")
     if not ends:
         notes.append("the checkpoint names no token that ends a reply (eos_token_id), so replies end at max_tokens")
     speculation: dict[str, Any] = {}

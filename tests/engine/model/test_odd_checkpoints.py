@@ -294,6 +294,13 @@ def test_the_text_part_of_a_model_with_images_is_loaded(name: str, tmp_path: Pat
         torch.testing.assert_close(ours.log_softmax(-1), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("given", [{}, {"window_blocks": 9, "state_slots": 4}])
+def test_a_size_of_a_pool_that_the_model_lacks_has_no_effect_and_says_so(given: dict[str, int], one: Path) -> None:
+    with LLM(str(one), load_tokenizer=False, num_blocks=8, **given) as llm:
+        told = [note for note in llm.info.notes if "has no effect" in note]
+    assert [note.split()[0] for note in told] == [f"--{name.replace('_', '-')}" for name in given]
+
+
 @pytest.mark.parametrize("ids", [None, [7, 9]])
 def test_a_checkpoint_without_end_tokens_says_so(ids: Any, one: Path) -> None:
     path = one / "config.json"
