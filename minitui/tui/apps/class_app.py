@@ -33,6 +33,7 @@ from minitui.viewmodel.compare.runs import recorded_view
 
 MAX_TOKENS = {"lesson": 60, "question": 200, "chat": 200}  # of an answer; demos and comparisons have their own
 AFTER = 200  # steps of a recording that can be shown after the step of its scene
+KEEP_S = 2.0  # from an answer of a phone to the file of the class, at most
 JUST_S = 2.0  # a press of the key so soon after the end of an experiment was meant for the experiment
 
 
@@ -79,6 +80,7 @@ class ClassApp(LessonApp, DemoApp):
         assert self.stage is not None
         self.stage.restart, self.stage.beat = self._whole, self.beat
         self.began = self.clock()
+        self.set_interval(KEEP_S, self._note_answers)
         self.open_scene(self._first)
 
     async def _whole(self, options: dict[str, Any]) -> None:
@@ -105,6 +107,7 @@ class ClassApp(LessonApp, DemoApp):
             self._first = max(0, min(number, len(self.sheet.scenes) - 1))
         elif 0 <= number < len(self.sheet.scenes):
             self._note_answers()
+            self.audience.forget()
             self.run_worker(self._play(number), group="change", exclusive=True)
 
     async def _play(self, number: int) -> None:
@@ -290,15 +293,14 @@ class ClassApp(LessonApp, DemoApp):
 
     def _note_answers(self) -> None:
         """Keep the answers of the open scene in the file of the class."""
-        ballots = [one for one in self.audience.ballots if one.scene == self.scene_name and one.answers]
-        self.audience.forget()
-        if self.file is None or not self.file.scenes or not ballots:
-            return
-        self.file.scenes[-1]["answers"] = [
+        answers = [
             {"question": ballot.poll.question, "choices": list(ballot.poll.choices), "counts": ballot.counts,
-             "phones": ballot.phones, "right": ballot.right} for ballot in ballots
+             "phones": ballot.phones, "right": ballot.right}
+            for ballot in self.audience.ballots if ballot.scene == self.scene_name and ballot.answers
         ]
-        self._keep()
+        if self._noted is not None and answers and answers != self._noted["answers"]:
+            self._noted["answers"] = answers
+            self._keep()
 
     def _keep(self) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from textual.screen import ModalScreen
 from textual.widgets import TextArea
 
@@ -21,6 +22,7 @@ from minitui.teaching.lesson_progress import LessonProgress
 from minitui.teaching.lessons import lesson
 from minitui.teaching.run_sheet import ENGINE, read_run_sheet
 from minitui.trace.reader import TraceReader
+from minitui.tui.apps import class_app
 from minitui.tui.apps.class_app import ClassApp
 from minitui.tui.screens.lesson import LessonScreen
 from minitui.tui.widgets.bars import StatusBar, TopBar
@@ -33,7 +35,14 @@ def test_a_lesson_s_screen_that_is_being_made_has_no_experiment_and_no_question(
     assert not screen.runs and screen.poll is None and screen.answered is None
 
 
-async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> None:
+def on_disk(folder: Path) -> list[dict[str, Any]]:
+    """Returns the answers of the last scene, as a program that was killed now would leave them."""
+    scene: dict[str, Any] = ClassFile(folder, "paging").scenes[-1]
+    return list(scene["answers"])
+
+
+async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(class_app, "KEEP_S", 0.02)
     sheet, choice = read_run_sheet(), choose_model(None)
     base = {"kv_blocks": None, "no_prefix_caching": False}
     local = LocalSource(engine_config(choice.name, **(base | ENGINE)), tmp_path / "log")
@@ -64,6 +73,7 @@ async def test_the_run_sheet_is_played_whole_with_one_key(tmp_path: Path) -> Non
                 assert app.class_keys == [("f8", "answer"), ("f9", "scenes")]
                 app.audience.counted(ballot.number, [5, 30, *[0] * (len(ballot.counts) - 2)], 60)
                 assert "35 of 60 have answered" in app.told and app.audience.state()["all"]["ask"]
+                await until(pilot, lambda: any(asked["phones"] == 60 for asked in on_disk(tmp_path)))
                 await pilot.press("f8")
                 if scene.kind == "demo":  # the answer stays until the key is pressed again
                     await until(pilot, lambda: app.class_keys[0] == ("f8", "go on"))
