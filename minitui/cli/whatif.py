@@ -50,20 +50,27 @@ def run_what_if(trace: str, text: str, arrivals: str, json: bool, requests: bool
     with Sweep(question) as sweep:
         unchanged, recorded = sweep.play([{}]), sweep.submit(recorded_figures)
         player = question.play(setting, traced=terminal or requests)
+        first, plain = "recorded", None
+        if question.recorded.sides:  # what is not played must not count as an effect of the setting
+            first, plain = "recorded setting", question.play(question.setting, traced=terminal or requests)
         question.figures = recorded.result()
         sentence, checked = control(question, next(unchanged).figures)
     gc.freeze()  # what was read and played: a collection, as at the end, would visit all of it
     notes = [*player.notes, *question.doubts(setting), fit_words(question.costs), sentence]
     if terminal:
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "what-if.trace")
+            path, before = Path(folder, "what-if.trace"), Path(folder, "recorded-setting.trace")
             player.write(path, reader.info)
-            return open_recordings((reader, TraceReader(path)), ("recorded", text), "", looks, False, False, notes)
+            if plain is not None:
+                plain.write(before, reader.info)
+            readers = reader if plain is None else TraceReader(before), TraceReader(path)
+            return open_recordings(readers, (first, text), "", looks, False, False, notes)
     infos = [reader.info, setting.info(reader.info)]
-    comparison = Comparison([Totals("recorded", question.figures), Totals(text, player.figures)], key_of(infos))
+    figures = question.figures if plain is None else plain.figures
+    comparison = Comparison([Totals(first, figures), Totals(text, player.figures)], key_of(infos))
     if json and requests:
         view = player.view(text)
-        view.earlier = recorded_view(reader, "recorded", on_all_cores=True)
+        view.earlier = recorded_view(reader, first, on_all_cores=True) if plain is None else plain.view(first)
         comparison = Comparison.of(view, key_of(infos))
     more = {
         "what_if": {
@@ -72,7 +79,7 @@ def run_what_if(trace: str, text: str, arrivals: str, json: bool, requests: bool
             "recorded_setting_played": checked,
         }
     }
-    report(comparison, f"{reader.path}: as recorded, and played with {text}", infos, notes, json, more)
+    report(comparison, f"{reader.path}: {first} and {text}", infos, notes, json, more)
     return 0
 
 

@@ -80,6 +80,7 @@ class Recorded:
     lanes: Lanes | None = None
     tokens: TokenTimes | None = None
     evicted: int = 0  # blocks
+    sides: bool = False  # the model has windows or recurrent states, which are not played
 
     def ids(self, asked: Asked, unknown: Iterator[int]) -> list[int]:
         """Returns the ids of a prompt and its reply; `unknown`: ids for the tokens that are not known."""
@@ -135,11 +136,15 @@ def asked_of(kept: Kept, hidden: bool, exact: bool) -> Recorded:
     if gaps:
         notes.append(f"records are missing in {gaps} places: requests that arrived there are left out")
     if folding.state.groups:
-        notes.append("windows and recurrent states are not played: with them, a hit can be shorter")
+        notes.append(
+            "windows and recurrent states are not played: with them, a hit can be shorter. So the run beside is no "
+            "recorded one, but the recorded setting, played in the same way"
+        )
     if hidden:
         notes.append("texts are hidden: what was evicted and computed again counts as another text")
     unknown = UNKNOWN + folding.numbered
     recorded = Recorded(requests, warm, folding.state.block_size, hidden, steps, notes, unknown)
+    recorded.sides = bool(folding.state.groups)
     if not gaps:
         recorded.lanes, recorded.tokens, recorded.evicted = folding.lanes, folding.tokens, folding.evicted
     return recorded

@@ -320,9 +320,12 @@ class Player:
         """Submit a request; `begin`: its tokens so far, if its reply has begun."""
         ids, n, scheduler = self.recorded.ids(asked, self._unknown), begin or asked.prompt, self.engine.scheduler
         params = SamplingParams(max_tokens=max(1, asked.most - n))
+        number = 1 + next(reversed(self._came), 0)  # a recording numbers requests in the order of their arrival
+        if not self._closed:  # the same order as in the recording
+            number = max(number, asked.id)
         try:  # not Engine.add_request: a recording's ids need no check
             request = Request(
-                asked.id, ids[:n], params, 0, scheduler.limit_for(n, params), STOPS, asked.group,
+                number, ids[:n], params, 0, scheduler.limit_for(n, params), STOPS, asked.group,
                 priority=asked.priority, cache_salt=_salt(asked.salt), prompt_len=n,
             )
             scheduler.add(request)

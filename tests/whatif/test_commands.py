@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.errors import EngineError
+from engine.trace.side_pool import SideGroup
 from minitui.cli.main import app
 from minitui.export import charts, png
 from tests.whatif.test_play import BASE, real
@@ -40,6 +41,19 @@ def test_another_setting_beside_the_recording(tmp_path):
     text = output("replay", path, "--what-if", "budget=16", "--arrivals", "closed")
     assert "The engines differ in: token budget of a step 64 and 16." in text
     assert "The recorded setting, played in the same way: " in text and "steps the same" in text
+
+
+def test_what_is_not_played_is_no_effect_of_the_setting(tmp_path):
+    """Of a model with recurrent states, the run beside is the recorded setting, played."""
+    path = tmp_path / "run.trace"
+    real(path, BASE, 1, closed=True, groups=(SideGroup("state", "state", 30),))
+    asked = ("replay", path, "--what-if", f"budget={BASE.budget}", "--arrivals", "closed", "--json")
+    for data in (json.loads(output(*asked)), json.loads(output(*asked, "--requests"))):
+        first, second = data["runs"]
+        assert first["name"] == "recorded setting" and first["figures"] == second["figures"]
+        cached = data["what_if"]["recorded_setting_played"]["prompt_tokens_cached"]
+        assert cached["recorded"] < cached["played"] == first["figures"]["prompt_tokens_cached"]
+        assert any("windows and recurrent states are not played" in note.lower() for note in data["notes"])
 
 
 def test_a_bundled_recording_of_vllm():

@@ -16,9 +16,11 @@ from engine.core.request import Request
 from engine.errors import EngineError
 from engine.info import EngineInfo
 from engine.params import SamplingParams
+from engine.trace.side_pool import SideGroup
 from minitui.exercises import work
 from minitui.server.telemetry.broadcast import MASKED
 from minitui.trace.bundled import find_trace
+from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
 from minitui.viewmodel.compare.runs import Run, recorded_view
 from minitui.whatif.answer import Question
@@ -46,11 +48,11 @@ def chats(seed: int, turns: int = 3, salts: bool = True) -> list[list[tuple[list
 
 def real(
     path: Path | None, setting: Setting, seed: int, closed: bool = False, echo: bool = False, overlap: bool = False,
-    hidden: bool = False, salts: bool = True,
+    hidden: bool = False, salts: bool = True, groups: tuple[SideGroup, ...] = (),
 ) -> Engine:
     """Runs chats for real, and records them in `path`. All first questions are asked before the first step; with
     `closed`, each next question comes when its chat has its answer. `hidden`: as a server with --hide-text records."""
-    runner = SimulatedRunner(setting.blocks + 1, setting.block_size, setting.seqs, VOCABULARY, echo=echo)
+    runner = SimulatedRunner(setting.blocks + 1, setting.block_size, setting.seqs, VOCABULARY, echo=echo, groups=groups)
     engine = simulated(Engine(
         runner, setting.scheduler(), overlap=overlap, prefix_caching=setting.cache, eviction_policy=setting.eviction,
         eos_ids=frozenset({VOCABULARY - 1}),
@@ -139,7 +141,10 @@ def test_counts_of_random_chats_in_a_small_pool(seed, tmp_path):
     for policy in ("fcfs", "priority", "longest-prefix"):  # in another order than in the recording, questions come
         setting = question.changed({**small, "policy": policy})
         expected = counts(real(None, setting, seed, closed=True))
-        assert played_counts(question.play(setting)) == expected, policy
+        player = question.play(setting, traced=True)
+        assert played_counts(player) == expected, policy
+        player.write(tmp_path / f"{policy}.trace", question.reader.info)
+        TraceReader(tmp_path / f"{policy}.trace").check()
 
 
 def test_drafts_are_those_of_a_real_run(tmp_path):
