@@ -134,7 +134,7 @@ class ChoiceDialog(Overlay[str | None]):
             frame.border_title = Content(f"{self._title} · {len(self._choices)}")
             yield Input(placeholder="type to search", compact=True)
             yield OptionList()
-            yield Static(CHOOSE, classes="hint")
+            yield Static(CHOOSE, classes="hint", markup=False)
 
     def on_mount(self) -> None:
         self._fill("")
