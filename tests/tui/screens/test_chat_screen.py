@@ -600,6 +600,14 @@ async def test_an_empty_chat_shows_what_the_engine_says_about_itself():
         await until(pilot, lambda: "the weights are rounded to 8 bits" in screen.transcript.text)
 
 
+async def test_a_long_system_prompt_ends_with_a_whole_word():
+    async with running(FakeSource()) as (app, pilot, screen):
+        app.session.messages.append(Message("user", "Why?"))
+        for word in ("tree", "block", "prefix"):
+            app.session.system = " ".join([word] * 80)
+            await until(pilot, lambda word=word: f" {word} …" in screen.transcript.text)
+
+
 async def test_an_engine_that_cannot_start_says_why():
     async with running(FakeSource(start_error="there is not enough memory for this model")) as (app, pilot, screen):
         await until(pilot, lambda: isinstance(app.screen, EngineDownDialog))

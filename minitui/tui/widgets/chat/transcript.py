@@ -148,7 +148,10 @@ class Transcript(ScrollView, can_focus=True):
             return [row for row, _ in self.welcome(width)]
         lines = _plain(markdown.shortened(self.session.system, ROOM_STEP) or "(no system prompt)", width)
         if len(lines) > 2:
-            lines = [lines[0], [(lines[1][0][0][: width - 3] + f" {glyphs().dots}", "text")]]
+            second = lines[1][0][0]
+            if len(second) > width - 2:  # a word ends before the dots
+                second = second[: width - 1].rpartition(" ")[0] or second[: width - 3]
+            lines = [lines[0], [(f"{second} {glyphs().dots}", "text")]]
         return [self._label("system" if i == 0 else "", "pool", line, "dim") for i, line in enumerate(lines)] + [[]]
 
     def _message_rows(self, block: _Block, message: Message, room: int, width: int) -> list[list[Run]]:
