@@ -184,7 +184,8 @@ def test_figures_are_those_of_the_records(speculation, leave, tmp_path):
         assert told[name] == seen[name], name
     for name in ("gaps", "first_p50", "first_p99", "gap_p50", "gap_p99"):
         assert told[name] == pytest.approx(seen[name], rel=0.01), name  # records have whole microseconds
-    assert told["twice"] > 100 < told["evicted"] and told["preemptions"]
+    if not leave:  # who leaves when hangs on measured times
+        assert told["twice"] > 100 < told["evicted"] and told["preemptions"]
 
 
 @pytest.mark.parametrize("blocks", ["1000", "500"])
