@@ -218,7 +218,7 @@ def open_recordings(
         infos = [reader.info for reader in readers]
         view = recorded_view(readers[1], names[1])
         view.earlier = recorded_view(readers[0], names[0])
-        cut = [f"{reader.path} is not complete: it was cut off." for reader in readers if not reader.complete]
+        cut = [reader.cut_off for reader in readers if reader.cut_off]
         if figures := scored(readers, names):
             title = f"{title}. {figures}"
         report(Comparison.of(view, key_of(infos)), title, infos, cut, json)

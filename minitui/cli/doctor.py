@@ -181,9 +181,10 @@ def report(found: dict[str, Any]) -> list[str]:
     if len(found["gpus"]) > 1 and "nccl" in found["ranks"]:
         lines.append(f"--tensor-parallel-size 2 to {len(found['gpus'])} splits a model over several GPUs (NCCL)")
     if not found["gpus"]:
-        some = f"; weights of bfloat16 checkpoints are in {found['weights']} where compiled kernels compute them"
-        some = "" if found["weights"] == "none" else some
-        lines.append(f"no NVIDIA GPU that torch can use: models run on the CPU, in float32{some}")
+        line = "no NVIDIA GPU that torch can use: models run on the CPU, in float32"
+        if found["weights"] != "none":
+            line += f"; weights of bfloat16 checkpoints are in {found['weights']} where compiled kernels compute them"
+        lines.append(line)
     lines += ["", "What runs here:", "  the bundled model: yes  (minitui chat)"]
     if found["gpus"]:
         what = f"with --max-num-seqs {FEW}, tokens in the KV cache / with --kv-cache-dtype fp8 (estimates)"

@@ -123,8 +123,8 @@ def _findings(source: str, seconds: float | None) -> list[Finding]:
         return diagnose(read_log(path))
     reader = TraceReader(path)
     findings = findings_in(reader)
-    if not reader.complete:
-        print(f"{path} is not complete: it was cut off.", file=sys.stderr)
+    if reader.cut_off:
+        print(reader.cut_off, file=sys.stderr)
     return findings
 
 

@@ -47,14 +47,15 @@ def run_what_if(trace: str, text: str, arrivals: str, json: bool, requests: bool
     found, terminal = changes(text), has_terminal() and not json
     question = _question(trace, arrivals)
     setting, reader = question.changed(found), question.reader
+    traced, sides = terminal or requests, question.recorded.sides
     with Sweep(question) as sweep:
         unchanged, recorded = sweep.play([{}]), sweep.submit(recorded_figures)
-        player = question.play(setting, traced=terminal or requests)
-        first, plain = "recorded", None
-        if question.recorded.sides:  # what is not played must not count as an effect of the setting
-            first, plain = "recorded setting", question.play(question.setting, traced=terminal or requests)
-        question.figures = recorded.result()
-        sentence, checked = control(question, next(unchanged).figures)
+        player = question.play(setting, traced=traced)
+        plain = question.play(question.setting, traced=True) if sides and traced else None
+        question.figures, again = recorded.result(), next(unchanged).figures
+        sentence, checked = control(question, again)
+    # What is not played must not count as an effect of the setting.
+    first, figures = ("recorded setting", again) if sides else ("recorded", question.figures)
     gc.freeze()  # what was read and played: a collection, as at the end, would visit all of it
     notes = [*player.notes, *question.doubts(setting), fit_words(question.costs), sentence]
     if terminal:
@@ -66,7 +67,6 @@ def run_what_if(trace: str, text: str, arrivals: str, json: bool, requests: bool
             readers = reader if plain is None else TraceReader(before), TraceReader(path)
             return open_recordings(readers, (first, text), "", looks, False, False, notes)
     infos = [reader.info, setting.info(reader.info)]
-    figures = question.figures if plain is None else plain.figures
     comparison = Comparison([Totals(first, figures), Totals(text, player.figures)], key_of(infos))
     if json and requests:
         view = player.view(text)

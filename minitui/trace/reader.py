@@ -192,6 +192,11 @@ class TraceReader:
             self.part(0)
             self.part(len(self.keyframes) - 1)
 
+    @property
+    def cut_off(self) -> str:
+        """A sentence for the user if the file is not complete; else an empty string."""
+        return "" if self.complete else f"{self.path} is not complete: it was cut off."
+
     @cached_property
     def info(self) -> EngineInfo:
         """The facts about the engine at the time of the recording."""

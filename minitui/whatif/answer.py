@@ -83,8 +83,8 @@ class Question:
                          "blocks of no multiple of the size, more can be cached than is said here.")
         if begun := sum(one.before > 0 for one in self.recorded.requests):
             notes.append(f"{count(begun, 'request')} had begun before the recording: goals do not count them.")
-        if not self.reader.complete:
-            notes.append(f"{self.reader.path} is not complete: it was cut off.")
+        if self.reader.cut_off:
+            notes.append(self.reader.cut_off)
         return notes
 
 
